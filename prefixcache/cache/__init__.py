@@ -1,0 +1,1 @@
+"""The one object that the scheduler talks to about K/V."""

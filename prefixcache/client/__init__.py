@@ -1,0 +1,1 @@
+"""A thin typed client over the generated stubs."""

@@ -1,0 +1,1 @@
+"""From requests to tokens: sequences, scheduler, batches, the engine thread."""

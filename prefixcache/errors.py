@@ -1,0 +1,50 @@
+"""The errors a caller can meet, and nothing else.
+
+`server/status.py` maps each of them to one gRPC status code; below the server nobody knows about gRPC.
+"""
+
+
+class PrefixCacheError(Exception):
+    """Base of every error that is raised on purpose in this package."""
+
+
+class InvalidRequest(PrefixCacheError):
+    """One field of a request cannot be served as it stands.
+
+    Attributes:
+        field: Name of the field as it stands in the proto file, such as `temperature`.
+        reason: What is wrong with it and what would be right, in one sentence.
+    """
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
+        self.field = field
+        self.reason = reason
+
+
+class Overloaded(PrefixCacheError):
+    """The queue is full; the same request may succeed a little later.
+
+    Attributes:
+        retry_after_ms: How long the client should wait before it tries again.
+    """
+
+    def __init__(self, reason: str, retry_after_ms: int) -> None:
+        super().__init__(reason)
+        self.retry_after_ms = retry_after_ms
+
+
+class NotServing(PrefixCacheError):
+    """The engine is starting, draining, stuck or gone; another replica may answer."""
+
+
+class EngineFailed(PrefixCacheError):
+    """The engine met an error that it cannot recover from; the process is about to exit."""
+
+
+class ModelError(PrefixCacheError):
+    """The model cannot be loaded or is not supported; the message says what to do about it."""
+
+
+class ConfigError(PrefixCacheError):
+    """Settings that cannot work; the message lists every problem that was found."""

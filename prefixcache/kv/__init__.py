@@ -1,0 +1,1 @@
+"""WHERE the bytes are: page layout and page pools. torch, no I/O."""

@@ -1,0 +1,1 @@
+"""Weights, tokenizer and the forward pass over the page pool."""

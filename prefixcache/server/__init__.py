@@ -1,0 +1,1 @@
+"""gRPC in front of the engine. Everything here runs on the event loop."""
