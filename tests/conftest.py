@@ -1,0 +1,18 @@
+"""Settings for every test: no network, one core per process, reproducible random cases."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported for the first time
+os.environ["TRANSFORMERS_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import hypothesis
+import torch
+
+torch.set_num_threads(1)  # tiny products lose time to thread hand-over, and sums keep one order
+
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+hypothesis.settings.register_profile("explore", max_examples=1000, deadline=None, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
