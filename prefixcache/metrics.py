@@ -1,0 +1,166 @@
+"""Every metric of the server, and the HTTP endpoint that serves them.
+
+There is one `Metrics` object per server, made by `app.py` and handed to whoever counts; nothing is registered
+globally. Labels come from closed enumerations only, so no client can add a series. Children of labelled metrics
+are looked up once, here, because `labels()` costs more than the increment itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from enum import StrEnum
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Info,
+    PlatformCollector,
+    ProcessCollector,
+    start_http_server,
+)
+
+from prefixcache.request import Tier
+
+
+class Outcome(StrEnum):
+    """How a Generate or Complete call ended."""
+
+    OK = "ok"
+    INVALID = "invalid"
+    OVERLOADED = "overloaded"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    FAILED = "failed"
+    NOT_SERVING = "not_serving"
+
+
+class HitKind(StrEnum):
+    """How much of a prompt was known when it was admitted; `full` means no token had to be prefilled."""
+
+    COLD = "cold"
+    PARTIAL = "partial"
+    FULL = "full"
+
+
+class PageState(StrEnum):
+    """Where a page of the device pool stands: nobody's, in the tree and evictable, or needed by a running sequence."""
+
+    FREE = "free"
+    CACHED = "cached"
+    IN_USE = "in_use"
+
+
+TTFT_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+ITL_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+LOOKUP_BUCKETS_S = (1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 1e-2)
+STEP_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+
+
+class Metrics:
+    """All counters, gauges and histograms of one server.
+
+    Any thread. Requests are counted by the server at the end of a call; everything else is counted by the engine
+    thread, tokens of a prompt once, at admission, so that a preempted sequence is not counted twice.
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        PlatformCollector(registry=self.registry)
+
+        requests = Counter(
+            "prefixcache_requests_total", "Generate and Complete calls by outcome.", ["outcome"], registry=self.registry
+        )
+        self.requests = {outcome: requests.labels(outcome.value) for outcome in Outcome}
+
+        ttft = Histogram(
+            "prefixcache_ttft_seconds",
+            "Time from submission to the first token, by how much of the prompt was known.",
+            ["hit"],
+            buckets=TTFT_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.ttft_seconds = {kind: ttft.labels(kind.value) for kind in HitKind}
+        self.itl_seconds = Histogram(
+            "prefixcache_itl_seconds",
+            "Time between two consecutive tokens of one sample.",
+            buckets=ITL_BUCKETS_S,
+            registry=self.registry,
+        )
+
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of admitted requests.")
+        cached = Counter(
+            "prefixcache_cached_tokens_total",
+            "Prompt tokens of admitted requests whose K/V earlier requests had computed, by the tier it was found on.",
+            ["tier"],
+            registry=self.registry,
+        )
+        self.cached_tokens = {tier: cached.labels(tier.value) for tier in Tier}
+        self.generated_tokens = self._counter("generated_tokens", "Tokens sampled.")
+        self.prefilled_tokens = self._counter(
+            "prefilled_tokens", "Prompt tokens run through the model, those of preempted sequences each time again."
+        )
+
+        self.queue_depth = self._gauge("queue_depth", "Requests that wait to be admitted.")
+        self.running_sequences = self._gauge("running_sequences", "Sequences that hold pages and are computed.")
+        self.preemptions = self._counter("preemptions", "Running sequences put back into the queue for lack of pages.")
+
+        pages = Gauge("prefixcache_pages", "Pages of the device pool by state.", ["state"], registry=self.registry)
+        self.pages = {state: pages.labels(state.value) for state in PageState}
+        self.evicted_pages = self._counter("evicted_pages", "Cached pages given up to make room.")
+
+        self.lookup_seconds = Histogram(
+            "prefixcache_lookup_seconds",
+            "Time to find the longest known prefix of one prompt.",
+            buckets=LOOKUP_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.step_seconds = Histogram(
+            "prefixcache_step_seconds",
+            "Time of one engine step that computed something.",
+            buckets=STEP_BUCKETS_S,
+            registry=self.registry,
+        )
+        self._build = Info("prefixcache_build", "What is running.", registry=self.registry)
+
+    def set_build_info(self, *, version: str, model: str, device: str, dtype: str) -> None:
+        """Publishes what is running as the labels of `prefixcache_build_info`."""
+        self._build.info({"version": version, "model": model, "device": device, "dtype": dtype})
+
+    def _counter(self, name: str, help_text: str) -> Counter:
+        return Counter(f"prefixcache_{name}_total", help_text, registry=self.registry)
+
+    def _gauge(self, name: str, help_text: str) -> Gauge:
+        return Gauge(f"prefixcache_{name}", help_text, registry=self.registry)
+
+
+class MetricsServer:
+    """A running `/metrics` endpoint; made by `serve_metrics`."""
+
+    def __init__(self, httpd: WSGIServer, thread: threading.Thread) -> None:
+        self._httpd = httpd
+        self._thread = thread
+
+    @property
+    def port(self) -> int:
+        """The port it listens on, also when it was asked for port 0."""
+        return self._httpd.server_port
+
+    def stop(self) -> None:
+        """Closes the socket and ends the thread."""
+        self._httpd.shutdown()
+        self._httpd.server_close()
+        self._thread.join()
+
+
+def serve_metrics(metrics: Metrics, host: str, port: int) -> MetricsServer:
+    """Serves `/metrics` from a thread of its own, so that it answers while the event loop or the engine is busy.
+
+    Raises:
+        OSError: The port is taken or the host is not ours.
+    """
+    httpd, thread = start_http_server(port, addr=host, registry=metrics.registry)
+    return MetricsServer(httpd, thread)
