@@ -1,0 +1,292 @@
+"""PrefixCache: tree and page pool behind one door, the only thing that the scheduler knows about K/V.
+
+The life of a lease:
+
+    try_acquire ──▶ try_extend* ──▶ commit* ──▶ commit_prompt ──▶ try_extend* ──▶ release
+    pin the match,   private pages   whole pages   copy of the tail,              publish the rest,
+    copy a partial   for new tokens  to the tree   final state                    unpin, free
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from prefixcache.kv.page_pool import PagePool
+from prefixcache.request import Namespace
+from prefixcache.tree.lease import Lease
+from prefixcache.tree.node import BYTES_PER_TOKEN, Node
+from prefixcache.tree.radix import Match, RadixTree
+
+
+@dataclass(frozen=True, slots=True)
+class PageCounts:
+    """Pages by state; the three always add up to the pool (I3)."""
+
+    free: int
+    cached: int
+    in_use: int
+
+
+class PrefixCache:
+    """Finds, hands out, publishes and evicts K/V pages. Engine thread only.
+
+    Keys are token runs as `tree.node.token_key` encodes them. Nothing here runs the model: the caller writes K/V to
+    the private pages of its lease, and publishes with `commit` only what is really written (I4).
+    """
+
+    def __init__(self, tree: RadixTree, pool: PagePool) -> None:
+        self._tree = tree
+        self._pool = pool
+        self._page_size = pool.page_size
+        self._page_bytes = pool.page_size * BYTES_PER_TOKEN
+        self._num_private_pages = 0
+        self.num_evicted_pages = 0
+
+    @property
+    def page_size(self) -> int:
+        return self._page_size
+
+    @property
+    def num_pages(self) -> int:
+        return self._pool.num_pages
+
+    @property
+    def version(self) -> int:
+        """Changes whenever an answer of `num_known_tokens` may have changed."""
+        return self._tree.version
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._page_size)
+
+    # --- the life of a lease -----------------------------------------------------------------------------------
+
+    def num_known_tokens(self, namespace: Namespace | None, key: bytes) -> int:
+        """Tell how many tokens of `key` need no computing now. An estimate: only `try_acquire` decides."""
+        if namespace is None:
+            return 0
+        match = self._tree.match(namespace, key)
+        return self._usable_tokens(match, key)
+
+    def try_acquire(
+        self, namespace: Namespace | None, key: bytes, *, num_tokens: int, num_spare_tokens: int = 0, reuse: bool = True
+    ) -> Lease | None:
+        """Take the longest known prefix of `key` and pages for `num_tokens` tokens in all, evicting where needed.
+
+        Args:
+            namespace: Where to look; None to stay out of the cache altogether.
+            key: The sequence's tokens.
+            num_tokens: Tokens that the lease must have room for.
+            num_spare_tokens: More room, taken only where it is free anyway, so that pages stay consecutive.
+            reuse: False to compute everything again, yet publish the result.
+
+        Returns:
+            The lease, with `num_cached_tokens` at most one below the key's length unless `final_state` is set;
+            None where memory is short now.
+        """
+        if namespace is None:
+            lease = Lease(namespace=None, node=None)
+            return lease if self._try_fill(lease, num_tokens, num_spare_tokens) else None
+        match = self._tree.match(namespace, key) if reuse else Match()
+        usable = self._usable_tokens(match, key)
+        lease = self._pin_whole_pages(namespace, match, usable // self._page_size)
+        partial = usable % self._page_size
+        source = self._partial_source(lease, match, usable) if partial else None
+        if source is not None:
+            self._tree.pin(source[0])  # the pages below may be won by evicting: not this one
+        filled = self._try_fill(lease, num_tokens, num_spare_tokens)
+        if source is not None:
+            if filled:
+                self._pool.copy_page(source[0].pages[source[1]], lease.page_table[lease.num_shared_pages])
+            self._tree.unpin(source[0])
+        if not filled:
+            self._tree.unpin(lease.node)  # type: ignore[arg-type]
+            lease.is_released = True
+            return None
+        lease.num_cached_tokens = usable
+        lease.final_state = match.final_state if usable == len(key) // BYTES_PER_TOKEN else None
+        return lease
+
+    def try_extend(self, lease: Lease, num_tokens: int) -> bool:
+        """Make room for `num_tokens` tokens in all, evicting where needed; False where memory is short now."""
+        return self._try_fill(lease, num_tokens, 0)
+
+    def commit(self, lease: Lease, key: bytes, num_tokens: int) -> None:
+        """Publish the whole pages among the first `num_tokens` tokens of `key`, all of which have their K/V (I4).
+
+        Where another sequence published the same pages first, its pages replace the lease's own, which are freed.
+        """
+        num_whole = num_tokens // self._page_size
+        if lease.node is None or num_whole <= lease.num_shared_pages:
+            return
+        self._adopt_published(lease, key[: num_whole * self._page_bytes])
+        start = lease.num_shared_pages
+        if num_whole > start:
+            run = key[start * self._page_bytes : num_whole * self._page_bytes]
+            lease.node, freed = self._tree.extend(lease.node, run, lease.page_table[start:num_whole])
+            self._pool.free(freed)
+            lease.num_shared_pages = num_whole
+            self._num_private_pages -= num_whole - start
+
+    def commit_prompt(self, lease: Lease, key: bytes, final_state: Any) -> None:
+        """Publish all of `key`, just computed, with the model's state at its end.
+
+        A last page that is not full goes in as a copy, since the sequence goes on writing to its own; where no page
+        can be had for that, the tail and the state are left out.
+        """
+        num_tokens = len(key) // BYTES_PER_TOKEN
+        self.commit(lease, key, num_tokens)
+        if lease.node is None:
+            return
+        tail = key[lease.num_shared_pages * self._page_bytes :]
+        if not tail:
+            if lease.node.parent is not None:
+                lease.node.final_states[lease.node.num_tokens] = final_state
+            return
+        match = self._tree.match_below(lease.node, key, lease.num_shared_pages * self._page_size)
+        if match.num_tokens < num_tokens:
+            pages = self._try_allocate(1)
+            if pages is None:
+                return
+            self._pool.copy_page(lease.page_table[lease.num_shared_pages], pages[0])
+            leaf, freed = self._tree.add_partial(lease.node, tail, pages[0])
+            self._pool.free(freed)
+            leaf.final_states[len(tail) // BYTES_PER_TOKEN] = final_state
+        elif match.source is not None:
+            match.source.final_states[len(tail) // BYTES_PER_TOKEN] = final_state
+
+    def release(self, lease: Lease, key: bytes, num_tokens: int) -> None:
+        """End the lease: publish the first `num_tokens` tokens of `key`, all computed, and give everything back."""
+        self.commit(lease, key, num_tokens)
+        tail = key[lease.num_shared_pages * self._page_bytes : num_tokens * BYTES_PER_TOKEN]
+        kept = 0
+        if lease.node is not None and tail:
+            match = self._tree.match_below(
+                lease.node, key[: num_tokens * BYTES_PER_TOKEN], lease.num_shared_pages * self._page_size
+            )
+            if match.num_tokens < num_tokens:
+                page = lease.page_table[lease.num_shared_pages]
+                _, freed = self._tree.add_partial(lease.node, tail, page)
+                self._pool.free(freed)
+                kept = 1
+        self._end(lease, kept)
+
+    def discard(self, lease: Lease) -> None:
+        """End the lease without publishing anything more."""
+        self._end(lease, 0)
+
+    def drop(self, namespace: Namespace) -> None:
+        """Forget all that a namespace holds and no lease uses."""
+        self._pool.free(self._tree.drop(namespace))
+
+    # --- inspection --------------------------------------------------------------------------------------------
+
+    def page_counts(self) -> PageCounts:
+        pinned = self._tree.num_pinned_pages
+        return PageCounts(
+            free=self._pool.num_free, cached=self._tree.num_pages - pinned, in_use=pinned + self._num_private_pages
+        )
+
+    def is_balanced(self) -> bool:
+        """Whether every page is accounted for (I3). Cheap."""
+        return self._pool.num_free + self._tree.num_pages + self._num_private_pages == self._pool.num_pages
+
+    def check(self) -> None:
+        """Assert all invariants of tree and pool. Takes time in proportion to the tree."""
+        self._tree.check()
+        assert self._num_private_pages >= 0
+        assert self.is_balanced(), "I3: free + cached + private pages do not add up to the pool"
+
+    # --- parts -------------------------------------------------------------------------------------------------
+
+    def _usable_tokens(self, match: Match, key: bytes) -> int:
+        """Without a final state the last token must be run again, or there would be nothing to sample from."""
+        if match.final_state is not None:
+            return match.num_tokens
+        return min(match.num_tokens, len(key) // BYTES_PER_TOKEN - 1)
+
+    def _pin_whole_pages(self, namespace: Namespace, match: Match, num_whole: int) -> Lease:
+        """Make a lease on the first `num_whole` pages of the match, cutting a node where they end inside it."""
+        node: Node = match.node if match.node is not None else self._tree.root(namespace)
+        surplus = self._whole_pages(match) - num_whole
+        num_node_pages = match.num_node_pages - surplus  # surplus is 1 where the last token is run again, else 0
+        if num_node_pages == 0 and node.parent is not None:
+            node = node.parent
+        elif num_node_pages < len(node.pages):
+            node = self._tree.split(node, num_node_pages)
+        self._tree.pin(node)
+        pages = self._tree.path_pages(node)
+        assert len(pages) == num_whole
+        return Lease(namespace, node, page_table=pages, num_shared_pages=num_whole)
+
+    def _whole_pages(self, match: Match) -> int:
+        return (match.num_tokens - match.num_partial_tokens) // self._page_size
+
+    def _partial_source(self, lease: Lease, match: Match, usable: int) -> tuple[Node, int]:
+        """Name the node and the page in it to copy the last, partly usable page from."""
+        if match.source is not None and usable // self._page_size == self._whole_pages(match):
+            # cutting may have moved the page: it is the first one below the pinned node, wherever that ended
+            source = match.source
+            return source, match.source_page if source.parent is not lease.node else 0
+        # the match ended on a page boundary and its last token is run again: the page after the pinned node
+        assert match.node is not None
+        node, index = match.node, match.num_node_pages - 1
+        return node, index if node.parent is not lease.node else 0
+
+    def _try_fill(self, lease: Lease, num_tokens: int, num_spare_tokens: int) -> bool:
+        missing = self.pages_for(num_tokens) - len(lease.page_table)
+        if missing <= 0:
+            return True
+        spare = self.pages_for(num_tokens + num_spare_tokens) - len(lease.page_table)
+        if spare <= self._pool.num_free:
+            missing = spare
+        after = lease.page_table[-1] if lease.page_table else None
+        pages = self._try_allocate(missing, after)
+        if pages is None:
+            return False
+        lease.page_table += pages
+        self._num_private_pages += len(pages)
+        return True
+
+    def _try_allocate(self, num_pages: int, after: int | None = None) -> list[int] | None:
+        missing = num_pages - self._pool.num_free
+        if missing > 0:
+            evictable = self._tree.num_pages - self._tree.num_pinned_pages
+            if evictable < missing:
+                return None  # asking for more than there is must not empty the cache on the way
+            freed = self._tree.evict(missing)
+            self.num_evicted_pages += len(freed)
+            self._pool.free(freed)
+        return self._pool.try_allocate(num_pages, after)
+
+    def _adopt_published(self, lease: Lease, key: bytes) -> None:
+        """Move the lease onto whole pages of `key` that are in the tree already, below its node."""
+        assert lease.node is not None
+        match = self._tree.match_below(lease.node, key, lease.num_shared_pages * self._page_size)
+        num_whole = self._whole_pages(match)
+        num_new = num_whole - lease.num_shared_pages
+        if num_new <= 0:
+            return
+        assert match.node is not None
+        node = match.node
+        if match.num_node_pages < len(node.pages):
+            node = self._tree.split(node, match.num_node_pages)
+        self._tree.pin(node)
+        self._tree.unpin(lease.node)
+        lease.node = node
+        own = lease.page_table[lease.num_shared_pages : num_whole]
+        lease.page_table[lease.num_shared_pages : num_whole] = self._tree.path_pages(node)[-num_new:]
+        lease.num_shared_pages = num_whole
+        lease.version += 1
+        self._num_private_pages -= num_new
+        self._pool.free(own)
+
+    def _end(self, lease: Lease, num_kept_pages: int) -> None:
+        """Free the private pages, but for the first `num_kept_pages`, which belong to the tree now."""
+        assert not lease.is_released, "a lease was released twice"
+        lease.is_released = True
+        private = lease.page_table[lease.num_shared_pages :]
+        self._num_private_pages -= len(private)
+        self._pool.free(private[num_kept_pages:])
+        if lease.node is not None:
+            self._tree.unpin(lease.node)

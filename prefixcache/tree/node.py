@@ -1,0 +1,119 @@
+"""One edge of the radix tree and the point where it ends.
+
+Token runs are kept as bytes, four per token, so that comparing two runs is one `memcmp`:
+
+    root ──[ 0..47 ]──▶ A ──[ 48..63 ]──▶ B          full nodes: whole pages, any number of them
+                        └───[ 48..52 ]──▶ c          partial leaf: less than one page, always a leaf
+
+Edges split at page boundaries only, so every page belongs to exactly one node. Siblings may begin with the same
+few tokens (less than a page); a match that ends inside a page is served by copying that page.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sortedcontainers import SortedDict
+
+from prefixcache.request import Namespace
+
+BYTES_PER_TOKEN = 4
+
+
+def token_key(token_ids: Sequence[int]) -> bytes:
+    """Encode token ids as the byte string that the tree compares. Any thread."""
+    return array("I", token_ids).tobytes()
+
+
+def common_prefix_bytes(edge: bytes, key: bytes, offset: int) -> int:
+    """Count the bytes, in whole tokens, that `edge` and `key[offset:]` have in common at their start."""
+    if key.startswith(edge, offset):
+        return len(edge)
+    low, high = 0, min(len(edge), len(key) - offset) + 1  # the answer lies in [low, high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if edge[low:middle] == key[offset + low : offset + middle]:
+            low = middle
+        else:
+            high = middle
+    return low - low % BYTES_PER_TOKEN
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A run of tokens below `parent`, with the device pages that hold its K/V.
+
+    Attributes:
+        key: The run's tokens, `BYTES_PER_TOKEN` each.
+        pages: One page id for each started page of `key`.
+        children: First page of a child's key -> child, in sorted order; None for a leaf.
+        pins: How many leases use this node or one below it (I2).
+        last_used: Logical time of the last use; never younger than a child's.
+        final_states: Offset into `key`, in tokens -> the model's final state for the prompt that ends there.
+    """
+
+    parent: Node | None
+    key: bytes
+    pages: list[int]
+    children: SortedDict | None = None
+    pins: int = 0
+    last_used: int = 0
+    final_states: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.key) // BYTES_PER_TOKEN
+
+    @property
+    def is_evictable(self) -> bool:
+        """Whether this node may go now: a leaf that no lease uses, and not a root (I6)."""
+        return not self.children and self.pins == 0 and self.parent is not None
+
+    def nearest_child(self, key: bytes, offset: int, page_bytes: int) -> tuple[Node | None, int]:
+        """Find the child that shares most of `key[offset:]`'s first page.
+
+        The longest common prefix with any key of a sorted set is the one with a neighbour in sorted order, so two
+        comparisons are enough however many children there are.
+
+        Returns:
+            The child and the bytes (whole tokens) of its first page that agree; (None, 0) where none shares a token.
+        """
+        if not self.children:
+            return None, 0
+        page = key[offset : offset + page_bytes]
+        child = self.children.get(page)
+        if child is not None:
+            return child, len(page)
+        index = self.children.bisect_left(page)
+        best, best_common = None, 0
+        for neighbour in (index - 1, index):
+            if 0 <= neighbour < len(self.children):
+                candidate_page, candidate = self.children.peekitem(neighbour)
+                common = common_prefix_bytes(candidate_page, page, 0)
+                if common > best_common:
+                    best, best_common = candidate, common
+        return best, best_common
+
+    def add_child(self, child: Node, page_bytes: int) -> None:
+        if self.children is None:
+            self.children = SortedDict()
+        self.children[child.key[:page_bytes]] = child
+
+    def remove_child(self, child: Node, page_bytes: int) -> None:
+        assert self.children is not None
+        del self.children[child.key[:page_bytes]]
+        if not self.children:
+            self.children = None
+
+
+class Root(Node):
+    """Top of one namespace's tree: no tokens, no pages, never evicted while anything hangs below."""
+
+    __slots__ = ("namespace",)
+
+    def __init__(self, namespace: Namespace) -> None:
+        super().__init__(parent=None, key=b"", pages=[])
+        self.namespace = namespace
