@@ -1,0 +1,60 @@
+"""Health as load balancers see it: SERVING only while the engine's loop comes round."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from grpc_health.v1 import health_pb2
+from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]  # the type stubs do not know it
+
+from prefixcache.engine.engine import Engine
+from prefixcache.errors import EngineFailed, NotServing
+
+CHECK_INTERVAL_S = 0.1
+SERVICE_NAMES = ("", "prefixcache.v1.Inference")
+
+_log = logging.getLogger(__name__)
+
+
+class HealthMonitor:
+    """Looks at the engine ten times a second and sets the standard health service accordingly.
+
+    Event loop only. An engine that is stuck longer than `stall_timeout_s` turns health to NOT_SERVING and ends all
+    open requests with UNAVAILABLE, those that arrive meanwhile too; if it comes round again, so does health.
+    """
+
+    def __init__(self, engine: Engine, stall_timeout_s: float) -> None:
+        self.servicer = health_aio.HealthServicer()
+        self._engine = engine
+        self._stall_timeout_s = stall_timeout_s
+        self._is_serving: bool | None = None
+
+    async def watch(self) -> EngineFailed:
+        """Checks until the engine has failed, then returns why; health is NOT_SERVING from then on."""
+        while self._engine.failure is None:
+            await self.check()
+            await asyncio.sleep(CHECK_INTERVAL_S)
+        await self.stop_serving()
+        return self._engine.failure
+
+    async def check(self) -> None:
+        """Compares the engine's heartbeat with the time it may take, once."""
+        age_s = self._engine.heartbeat_age_s()
+        await self._set_serving(age_s <= self._stall_timeout_s)
+        if not self._is_serving:
+            self._engine.fail_open_requests(NotServing(f"the engine has been stuck for {age_s:.1f} s"))
+
+    async def stop_serving(self) -> None:
+        """Turns health to NOT_SERVING for good."""
+        await self.servicer.enter_graceful_shutdown()
+
+    async def _set_serving(self, is_serving: bool) -> None:
+        if is_serving == self._is_serving:
+            return
+        self._is_serving = is_serving
+        if not is_serving:
+            _log.error("health is NOT_SERVING: the engine is stuck")
+        status = health_pb2.HealthCheckResponse
+        for name in SERVICE_NAMES:
+            await self.servicer.set(name, status.SERVING if is_serving else status.NOT_SERVING)

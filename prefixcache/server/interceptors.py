@@ -1,0 +1,168 @@
+"""The outer edge of every call: names it, counts it, leaves its log line, and turns its error into a status."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc.aio import ServerInterceptor, ServicerContext
+
+from prefixcache._pb.prefixcache.v1 import inference_pb2 as pb
+from prefixcache.errors import InvalidRequest, PrefixCacheError
+from prefixcache.log import RequestLine, log_request
+from prefixcache.metrics import Metrics
+from prefixcache.server.convert import is_request_id
+from prefixcache.server.status import CANCELLED, DEADLINE_EXCEEDED, OK, Status, status_of
+
+REQUEST_ID_KEY = "x-request-id"
+SERVICE_PREFIX = "/prefixcache.v1."
+COUNTED_METHODS = frozenset({"Generate", "Complete"})
+
+_log = logging.getLogger(__name__)
+
+
+class Call:
+    """What is known about one call while it runs."""
+
+    def __init__(self, method: str, context: ServicerContext[Any, Any]) -> None:
+        self.method = method
+        self.peer = context.peer()
+        self.request_id = _metadata_request_id(context) or uuid.uuid4().hex
+        self.started_at = time.monotonic()
+        self.usage: pb.Usage | None = None
+        self.timings: pb.Timings | None = None
+
+    def parse(self, deserializer: Callable[[bytes], Any], payload: bytes) -> Any:
+        """The request message; it leaves with a request id, and the call goes by the one it came with, if any."""
+        try:
+            request = deserializer(payload)
+        except DecodeError as error:
+            raise InvalidRequest("request", "is not a valid message of this call's type") from error
+        if isinstance(request, pb.GenerateRequest):
+            if is_request_id(request.request_id):
+                self.request_id = request.request_id
+            elif not request.request_id:
+                request.request_id = self.request_id
+        return request
+
+    def observe(self, response: Any) -> None:
+        """Remembers the token counts and timings of the answer, if this message has them."""
+        if isinstance(response, pb.GenerateResponse | pb.CompleteResponse) and response.HasField("usage"):
+            self.usage, self.timings = response.usage, response.timings
+
+
+class CallInterceptor(ServerInterceptor):  # type: ignore[type-arg]  # generic only in its type stubs
+    """Wraps every call of our own services; health and reflection pass through.
+
+    Event loop only.
+
+    Attributes:
+        num_open: Calls that have not ended yet, including what is still to be written to their clients.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.num_open = 0
+        self._metrics = metrics
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        handler = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith(SERVICE_PREFIX):
+            return handler
+        method = handler_call_details.method.rpartition("/")[2]
+        # Without a deserializer the handlers get bytes, so that even a request that cannot be parsed is accounted for.
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(
+                self._streaming(method, handler), response_serializer=handler.response_serializer
+            )
+        return grpc.unary_unary_rpc_method_handler(
+            self._unary(method, handler), response_serializer=handler.response_serializer
+        )
+
+    def _unary(self, method: str, handler: Any) -> Any:
+        async def respond(payload: bytes, context: ServicerContext[Any, Any]) -> Any:
+            async with self._accounted(method, context) as call:
+                request = call.parse(handler.request_deserializer, payload)
+                response = await handler.unary_unary(request, context)
+                call.observe(response)
+            return response
+
+        return respond
+
+    def _streaming(self, method: str, handler: Any) -> Any:
+        # A coroutine that writes, not a generator that yields: a cancelled call then always ends in here, and
+        # `aclosing` lets the servicer clean up at once instead of when its generator is collected.
+        async def respond(payload: bytes, context: ServicerContext[Any, Any]) -> None:
+            async with self._accounted(method, context) as call:
+                request = call.parse(handler.request_deserializer, payload)
+                async with aclosing(handler.unary_stream(request, context)) as responses:
+                    async for response in responses:
+                        call.observe(response)
+                        await context.write(response)
+
+        return respond
+
+    @asynccontextmanager
+    async def _accounted(self, method: str, context: ServicerContext[Any, Any]) -> AsyncIterator[Call]:
+        call = Call(method, context)
+        status = OK
+        self.num_open += 1
+        try:
+            yield call
+        except asyncio.CancelledError:
+            status = DEADLINE_EXCEEDED if _is_past_deadline(context) else CANCELLED
+            raise
+        except Exception as error:
+            status = status_of(error, call.request_id)
+            if not isinstance(error, PrefixCacheError):
+                _log.exception("unexpected error, id=%s", call.request_id)
+        finally:
+            self.num_open -= 1
+            self._finish(call, status)
+        metadata = ((REQUEST_ID_KEY, call.request_id), *status.metadata)
+        if status is not OK:
+            await context.abort(status.code, status.message, metadata)
+        context.set_trailing_metadata(metadata)
+
+    def _finish(self, call: Call, status: Status) -> None:
+        if call.method in COUNTED_METHODS:
+            self._metrics.requests[status.outcome].inc()
+        usage, timings = call.usage, call.timings
+        log_request(
+            RequestLine(
+                request_id=call.request_id,
+                method=call.method,
+                outcome=status.outcome.value,
+                code=status.code.name,
+                peer=call.peer,
+                total_ms=(time.monotonic() - call.started_at) * 1000,
+                queue_ms=timings.queue_ms if timings else None,
+                prefill_ms=timings.prefill_ms if timings else None,
+                ttft_ms=timings.ttft_ms if timings else None,
+                prompt_tokens=usage.prompt_tokens if usage else None,
+                cached_tokens=usage.cached_tokens if usage else None,
+                completion_tokens=usage.completion_tokens if usage else None,
+            )
+        )
+
+
+def _metadata_request_id(context: ServicerContext[Any, Any]) -> str | None:
+    for key, value in context.invocation_metadata() or ():
+        if key == REQUEST_ID_KEY and isinstance(value, str) and is_request_id(value):
+            return value
+    return None
+
+
+def _is_past_deadline(context: ServicerContext[Any, Any]) -> bool:
+    remaining = context.time_remaining()
+    return remaining is not None and remaining <= 0

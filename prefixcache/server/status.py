@@ -1,0 +1,43 @@
+"""The one table that turns an error into a gRPC status."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grpc import StatusCode
+
+from prefixcache.errors import EngineFailed, InvalidRequest, NotServing, Overloaded, PrefixCacheError
+from prefixcache.metrics import Outcome
+
+PUSHBACK_KEY = "grpc-retry-pushback-ms"  # gRPC clients with a retry policy wait this long (gRFC A6)
+
+_TABLE: tuple[tuple[type[PrefixCacheError], StatusCode, Outcome], ...] = (
+    (InvalidRequest, StatusCode.INVALID_ARGUMENT, Outcome.INVALID),
+    (Overloaded, StatusCode.RESOURCE_EXHAUSTED, Outcome.OVERLOADED),
+    (NotServing, StatusCode.UNAVAILABLE, Outcome.NOT_SERVING),
+    (EngineFailed, StatusCode.INTERNAL, Outcome.FAILED),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How one call ends on the wire, and how it is counted."""
+
+    code: StatusCode
+    outcome: Outcome
+    message: str
+    metadata: tuple[tuple[str, str], ...] = ()
+
+
+OK = Status(StatusCode.OK, Outcome.OK, "")
+CANCELLED = Status(StatusCode.CANCELLED, Outcome.CANCELLED, "cancelled by the client")
+DEADLINE_EXCEEDED = Status(StatusCode.DEADLINE_EXCEEDED, Outcome.DEADLINE, "deadline exceeded")
+
+
+def status_of(error: Exception, request_id: str) -> Status:
+    """The status for an error; one that nobody foresaw tells the client where to look in the log, and no more."""
+    for kind, code, outcome in _TABLE:
+        if isinstance(error, kind):
+            metadata = ((PUSHBACK_KEY, str(error.retry_after_ms)),) if isinstance(error, Overloaded) else ()
+            return Status(code, outcome, str(error), metadata)
+    return Status(StatusCode.INTERNAL, Outcome.FAILED, f"internal error, id={request_id}")
