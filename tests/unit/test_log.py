@@ -1,0 +1,96 @@
+"""Log lines."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+
+import pytest
+
+from prefixcache.log import RequestLine, log_request, setup_logging
+
+LINE = RequestLine(
+    request_id="abc",
+    method="Generate",
+    outcome="ok",
+    code="OK",
+    peer="ipv4:127.0.0.1:1",
+    total_ms=12.34567,
+    prompt_tokens=5,
+    cached_tokens=0,
+)
+
+
+@pytest.fixture
+def stream():
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield io.StringIO()
+    root.handlers[:], root.level = handlers, level
+    logging.captureWarnings(False)
+
+
+def test_a_finished_request_is_one_line_of_text(stream: io.StringIO):
+    setup_logging("info", "text", stream)
+    log_request(LINE)
+    (line,) = stream.getvalue().splitlines()
+    assert line.endswith(
+        "INFO prefixcache.requests request request_id=abc method=Generate outcome=ok code=OK "
+        "peer=ipv4:127.0.0.1:1 total_ms=12.346 prompt_tokens=5 cached_tokens=0"
+    )
+
+
+def test_a_finished_request_is_one_json_object_with_fixed_keys(stream: io.StringIO):
+    setup_logging("info", "json", stream)
+    log_request(LINE)
+    entry = json.loads(stream.getvalue())
+    assert list(entry) == [
+        "time",
+        "level",
+        "logger",
+        "message",
+        "request_id",
+        "method",
+        "outcome",
+        "code",
+        "peer",
+        "total_ms",
+        "queue_ms",
+        "prefill_ms",
+        "ttft_ms",
+        "prompt_tokens",
+        "cached_tokens",
+        "completion_tokens",
+    ]
+    assert entry["total_ms"] == 12.346
+    assert entry["ttft_ms"] is None
+
+
+def test_a_request_id_cannot_forge_fields_or_lines(stream: io.StringIO):
+    setup_logging("info", "text", stream)
+    log_request(RequestLine('x" outcome=ok\nINFO', "Generate", "invalid", "INVALID_ARGUMENT", "peer", 1.0))
+    (line,) = stream.getvalue().splitlines()
+    assert r'request_id="x\" outcome=ok\nINFO" method=Generate' in line
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_traceback_stays_with_its_line(stream: io.StringIO, log_format: str):
+    setup_logging("info", log_format, stream)  # type: ignore[arg-type]
+    try:
+        raise ValueError("boom")
+    except ValueError:
+        logging.getLogger("x").exception("it failed: %s", "badly")
+    text = stream.getvalue()
+    assert "it failed: badly" in text
+    assert "ValueError: boom" in text
+    if log_format == "json":
+        assert "ValueError: boom" in json.loads(text)["exception"]
+
+
+def test_the_level_is_a_threshold_and_a_second_set_up_replaces_the_first(stream: io.StringIO):
+    setup_logging("debug", "text", io.StringIO())
+    setup_logging("warning", "text", stream)
+    logging.getLogger("x").info("no")
+    logging.getLogger("x").warning("yes")
+    assert [line.rpartition(" ")[2] for line in stream.getvalue().splitlines()] == ["yes"]
