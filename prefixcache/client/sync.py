@@ -1,0 +1,121 @@
+"""The blocking client."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from types import TracebackType
+from typing import Self, Unpack
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from prefixcache._pb.prefixcache.v1 import inference_pb2 as pb
+from prefixcache._pb.prefixcache.v1 import inference_pb2_grpc as pb_grpc
+from prefixcache.client.errors import translated_errors
+from prefixcache.client.requests import (
+    CHANNEL_OPTIONS,
+    DEFAULT_TARGET,
+    GenerateOptions,
+    Message,
+    generate_request,
+    tokenize_request,
+)
+
+
+class Client:
+    """Calls a prefixcache server; any number of threads may share one.
+
+        with Client("127.0.0.1:50051") as client:
+            for delta in client.generate("Once upon a time", max_tokens=50):
+                print(delta.text, end="", flush=True)
+
+    Prompts are given as text, as `token_ids` or as `messages` (mappings with `role` and `content`). Every method
+    raises RequestFailed when the call ends with an error; nothing is tried again by itself.
+    """
+
+    def __init__(self, target: str = DEFAULT_TARGET) -> None:
+        self._channel = grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+        self._inference = pb_grpc.InferenceStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+
+    def generate(
+        self,
+        text: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        token_ids: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Generator[pb.GenerateResponse]:
+        """Starts to generate, and returns what comes back piece by piece; closing the generator cancels the call."""
+        request = generate_request(text, messages, token_ids, options)
+        return _iterate(self._inference.Generate(request, timeout=timeout_s))
+
+    def complete(
+        self,
+        text: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        token_ids: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> pb.CompleteResponse:
+        """Generates, and returns everything at once."""
+        request = generate_request(text, messages, token_ids, options)
+        with translated_errors():
+            return self._inference.Complete(request, timeout=timeout_s)
+
+    def tokenize(
+        self,
+        text: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        add_special_tokens: bool | None = None,
+        timeout_s: float | None = None,
+    ) -> list[int]:
+        """The token ids that `generate` would use for this text or chat."""
+        request = tokenize_request(text, messages, add_special_tokens)
+        with translated_errors():
+            return list(self._inference.Tokenize(request, timeout=timeout_s).token_ids)
+
+    def detokenize(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, timeout_s: float | None = None
+    ) -> str:
+        """The text of token ids."""
+        request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        with translated_errors():
+            return self._inference.Detokenize(request, timeout=timeout_s).text
+
+    def model_info(self, *, timeout_s: float | None = None) -> pb.GetModelInfoResponse:
+        """Describes the model that is served and its cache."""
+        with translated_errors():
+            return self._inference.GetModelInfo(pb.GetModelInfoRequest(), timeout=timeout_s)
+
+    def wait_until_serving(self, timeout_s: float) -> None:
+        """Returns as soon as the server is there and healthy; raises RequestFailed if it isn't in time."""
+        call = self._health.Watch(health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=True)
+        with translated_errors():
+            for response in call:
+                if response.status == health_pb2.HealthCheckResponse.SERVING:
+                    call.cancel()  # type: ignore[no-untyped-call]
+                    return
+
+    def close(self) -> None:
+        """Closes the connection; open calls are cancelled."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _iterate(call: grpc.CallIterator[pb.GenerateResponse]) -> Generator[pb.GenerateResponse]:
+    try:
+        with translated_errors():
+            yield from call
+    finally:
+        call.cancel()
