@@ -97,7 +97,7 @@ class Client:
         with translated_errors():
             for response in call:
                 if response.status == health_pb2.HealthCheckResponse.SERVING:
-                    call.cancel()  # type: ignore[no-untyped-call]
+                    call.cancel()
                     return
 
     def close(self) -> None:
@@ -118,4 +118,4 @@ def _iterate(call: grpc.CallIterator[pb.GenerateResponse]) -> Generator[pb.Gener
         with translated_errors():
             yield from call
     finally:
-        call.cancel()
+        call.cancel()  # type: ignore[no-untyped-call]  # its stubs lack the type
