@@ -51,6 +51,9 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
 
+DEFAULT_NAMESPACE = Namespace()
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One checked request: prompt token ids and how to continue them."""
@@ -59,7 +62,7 @@ class GenerateRequest:
     prompt_token_ids: list[int]
     sampling: SamplingParams
     num_samples: int = 1
-    namespace: Namespace = Namespace()
+    namespace: Namespace = DEFAULT_NAMESPACE
     use_cache: bool = True
 
 

@@ -91,20 +91,16 @@ class PrefixCache:
         usable = self._usable_tokens(match, key)
         lease = self._pin_whole_pages(namespace, match, usable // self._page_size)
         partial = usable % self._page_size
-        source = self._partial_source(lease, match, usable) if partial else None
-        if source is not None:
-            self._tree.pin(source[0])  # the pages below may be won by evicting: not this one
-        filled = self._try_fill(lease, num_tokens, num_spare_tokens)
-        if source is not None:
-            if filled:
-                self._pool.copy_page(source[0].pages[source[1]], lease.page_table[lease.num_shared_pages])
-            self._tree.unpin(source[0])
-        if not filled:
-            self._tree.unpin(lease.node)  # type: ignore[arg-type]
-            lease.is_released = True
+        if partial and self._try_fill_and_copy(lease, match, usable, num_tokens, num_spare_tokens):
+            lease.num_cached_tokens = usable
+            lease.final_state = match.final_state if usable == len(key) // BYTES_PER_TOKEN else None
+            return lease
+        # without the copy its source can be evicted too: in a pool of just the right size that page decides
+        if not self._try_fill(lease, num_tokens, num_spare_tokens):
+            self._end(lease, 0)
             return None
-        lease.num_cached_tokens = usable
-        lease.final_state = match.final_state if usable == len(key) // BYTES_PER_TOKEN else None
+        lease.num_cached_tokens = usable - partial
+        lease.final_state = None if partial else match.final_state
         return lease
 
     def try_extend(self, lease: Lease, num_tokens: int) -> bool:
@@ -232,6 +228,18 @@ class PrefixCache:
         assert match.node is not None
         node, index = match.node, match.num_node_pages - 1
         return node, index if node.parent is not lease.node else 0
+
+    def _try_fill_and_copy(
+        self, lease: Lease, match: Match, usable: int, num_tokens: int, num_spare_tokens: int
+    ) -> bool:
+        """Like `_try_fill`, then copy the partly usable page into the lease's first private one."""
+        source, index = self._partial_source(lease, match, usable)
+        self._tree.pin(source)  # the new pages may be won by evicting: not this one
+        is_filled = self._try_fill(lease, num_tokens, num_spare_tokens)
+        if is_filled:
+            self._pool.copy_page(source.pages[index], lease.page_table[lease.num_shared_pages])
+        self._tree.unpin(source)
+        return is_filled
 
     def _try_fill(self, lease: Lease, num_tokens: int, num_spare_tokens: int) -> bool:
         missing = self.pages_for(num_tokens) - len(lease.page_table)

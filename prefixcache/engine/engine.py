@@ -1,0 +1,436 @@
+"""Engine: the one thread that owns tree, pool and model, and the loop that it runs.
+
+event loop ── submit, abort ──▶ inbox ──▶ take messages ─▶ schedule ─▶ run ─▶ publish ──▶ event loop
+                                               ▲                                │
+                                               └────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
+
+import torch
+
+from prefixcache.cache.prefix_cache import PrefixCache
+from prefixcache.engine import sampler
+from prefixcache.engine.detokenizer import Detokenizer
+from prefixcache.engine.open_request import DeltaSink, OpenRequest, Sample, ending_ids
+from prefixcache.engine.runner import Runner
+from prefixcache.engine.scheduler import Scheduler, StepPlan, Work
+from prefixcache.engine.sequence import Sequence
+from prefixcache.errors import EngineFailed, InvalidRequest, NotServing, Overloaded, PrefixCacheError
+from prefixcache.metrics import HitKind, Metrics, PageState
+from prefixcache.model.tokenizer import Tokenizer
+from prefixcache.request import Delta, GenerateRequest, Namespace, TokenLogprobs
+
+log = logging.getLogger(__name__)
+
+News = tuple[DeltaSink, Delta | PrefixCacheError]
+Publish = Callable[[list[News]], None]
+
+# How often an idle engine comes round, so that its heartbeat stays fresh.
+IDLE_S = 0.25
+# When to come back to a full queue. A queue drains by whole requests; sooner would mostly meet it full again.
+RETRY_AFTER_MS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What a request is checked against."""
+
+    max_model_len: int
+    vocab_size: int
+    page_size: int
+    num_pages: int
+    max_queue: int
+
+
+class Engine:
+    """Runs requests. `submit` and `abort` leave messages; all else happens on the engine's own thread.
+
+    Args:
+        runner: The model on its device.
+        cache: K/V pages and the tree over them.
+        scheduler: Decides each step.
+        tokenizer: For output text and stop strings.
+        limits: Checked at `submit`.
+        metrics: Told of every step.
+        publish: Called once a step, on the engine thread, with everything that the step has to say.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        cache: PrefixCache,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer,
+        limits: EngineLimits,
+        metrics: Metrics,
+        publish: Publish,
+    ) -> None:
+        self.limits = limits
+        self._runner = runner
+        self._cache = cache
+        self._scheduler = scheduler
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._publish = publish
+        self._inbox: SimpleQueue[OpenRequest | Callable[[], None]] = SimpleQueue()
+        self._open: dict[OpenRequest, None] = {}  # accepted and not yet ended
+        self._samples: dict[Sequence, tuple[OpenRequest, Sample]] = {}
+        self._serials = itertools.count(1)
+        self._arrivals = itertools.count()
+        self._num_submitted = 0  # written by the submitting thread only
+        self._num_left_queue = 0  # written by the engine thread only
+        self._heartbeat_s = time.monotonic()
+        self._is_draining = False
+        self._is_stopping = False
+        self._failure: EngineFailed | None = None
+        self._num_evicted_pages = 0
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # --- any thread --------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, request: GenerateRequest, sink: DeltaSink) -> OpenRequest:
+        """Accept a request; its deltas, or one error, will reach `sink` (I8). Event loop only.
+
+        Raises:
+            NotServing: Draining or stopped.
+            EngineFailed: The engine is dead.
+            Overloaded: The queue is full.
+            InvalidRequest: It needs more pages than there are, so that it could never run.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self._is_draining:
+            raise NotServing("the server is shutting down")
+        if self._num_submitted - self._num_left_queue >= self.limits.max_queue:
+            raise Overloaded(f"the queue is full ({self.limits.max_queue} requests wait)", RETRY_AFTER_MS)
+        self._check_fits(request)
+        handle = OpenRequest(next(self._serials), request, sink, arrived_s=time.monotonic())
+        self._num_submitted += 1
+        self._open[handle] = None
+        self._inbox.put(handle)
+        return handle
+
+    def abort(self, handle: OpenRequest) -> None:
+        """Stop working on a request; nothing more reaches its sink. Any thread; harmless after its end."""
+        if handle in self._open:
+            self._inbox.put(lambda: self._abort(handle))
+
+    def drain(self) -> None:
+        """Refuse new requests from now on. Any thread."""
+        self._is_draining = True
+
+    def stop(self, timeout_s: float) -> None:
+        """End the thread after its current step; what is still open ends with NotServing. Any thread but its own."""
+        self._is_draining = self._is_stopping = True
+        self._inbox.put(lambda: None)
+        self._thread.join(timeout_s)
+
+    def fail_open_requests(self, error: PrefixCacheError) -> None:
+        """End every open request with `error`, also where the engine thread does not come round. Any thread."""
+        handles = list(self._open)
+        self._publish([(handle.sink, error) for handle in handles])
+        for handle in handles:
+            self.abort(handle)
+
+    @property
+    def num_open(self) -> int:
+        """Requests accepted and not yet ended."""
+        return len(self._open)
+
+    @property
+    def failure(self) -> EngineFailed | None:
+        return self._failure
+
+    def heartbeat_age_s(self) -> float:
+        """Seconds since the loop last came round."""
+        return time.monotonic() - self._heartbeat_s
+
+    def _check_fits(self, request: GenerateRequest) -> None:
+        num_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
+        if self._cache.pages_for(num_tokens) > self.limits.num_pages:
+            raise InvalidRequest(
+                "max_tokens",
+                f"the prompt's {len(request.prompt_token_ids)} tokens and {request.sampling.max_tokens} more need "
+                f"{num_tokens} tokens of K/V, but the cache holds {self.limits.num_pages * self.limits.page_size}",
+            )
+
+    # --- the loop ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopping:
+                self._heartbeat_s = time.monotonic()
+                self._take_messages()
+                if self._scheduler.has_work:
+                    self._step()
+                self._note_state()
+            self._end_all(NotServing("the server is shutting down"))
+        except Exception as error:  # the edge: whatever it is, no stream may be left hanging
+            log.exception("the engine failed")
+            self._failure = EngineFailed(f"the engine failed: {type(error).__name__}")
+            self._end_all(self._failure)
+
+    def _take_messages(self) -> None:
+        """Handle what has arrived; with nothing to do, wait a little for it."""
+        try:
+            message = self._inbox.get(block=not self._scheduler.has_work, timeout=IDLE_S)
+            while True:
+                if isinstance(message, OpenRequest):
+                    self._open_request(message)
+                else:
+                    message()
+                message = self._inbox.get_nowait()
+        except Empty:
+            pass
+
+    def _step(self) -> None:
+        started_s = time.monotonic()
+        plan = self._scheduler.schedule()
+        if not plan.work:
+            raise RuntimeError("sequences wait, none runs, and none could be admitted")
+        self._note_admissions(plan, started_s)
+        ready = [work for work in plan.work if work.num_tokens == 0]
+        if ready:  # nothing to compute but the LM head: these need not wait for the others' forward pass
+            self._publish_tokens(ready, torch.stack([_lease_state(work.sequence) for work in ready]))
+        to_run = [work for work in plan.work if work.num_tokens]
+        if to_run:
+            self._run_work(to_run)
+        self._note_step(plan, time.monotonic() - started_s)
+
+    def _run_work(self, work: list[Work]) -> None:
+        """One forward pass; publish its K/V to the tree and its tokens to the clients."""
+        hidden = self._runner.forward(work)
+        prompt_logprobs: dict[Sequence, list[TokenLogprobs | None]] = {}
+        last_rows: list[int] = []
+        finished: list[Work] = []
+        row = 0
+        for item in work:
+            sequence = item.sequence
+            if sequence.num_computed_tokens < sequence.num_prompt_tokens:
+                self._metrics.prefilled_tokens.inc(item.num_tokens)
+                pieces = self._prompt_logprobs(item, hidden[row : row + item.num_tokens])
+                if pieces:
+                    prompt_logprobs[sequence] = pieces
+            row += item.num_tokens
+            sequence.num_computed_tokens += item.num_tokens
+            if sequence.num_uncomputed_tokens == 0:
+                last_rows.append(row - 1)
+                finished.append(item)
+            elif sequence.lease is not None:  # a chunk of a prompt: those who wait for it may have it now
+                self._cache.commit(sequence.lease, sequence.key(), sequence.num_computed_tokens)
+        if finished:
+            states = self._runner.final_states(hidden, last_rows)
+            for item, state in zip(finished, states, strict=True):
+                sequence = item.sequence
+                if sequence.num_output_tokens == 0 and sequence.lease is not None:
+                    self._cache.commit_prompt(sequence.lease, sequence.prompt_key, state.clone())
+            self._publish_tokens(finished, states, prompt_logprobs)
+        news: list[News] = []
+        for sequence, pieces in prompt_logprobs.items():  # of prompts that are not at their end yet
+            handle, sample = self._samples[sequence]
+            news.append((handle.sink, Delta(sample.index, prompt_logprobs=tuple(pieces))))
+        if news:
+            self._publish(news)
+
+    def _publish_tokens(
+        self,
+        work: list[Work],
+        final_states: torch.Tensor,
+        prompt_logprobs: dict[Sequence, list[TokenLogprobs | None]] | None = None,
+    ) -> None:
+        """Choose the next token of each sequence from its final state, and tell the clients.
+
+        Entries of `prompt_logprobs` that are sent along are taken out of it.
+        """
+        logits = self._runner.logits(final_states)
+        entries = [self._samples[item.sequence] for item in work]
+        sequences = [item.sequence for item in work]
+        token_ids = sampler.sample(
+            logits,
+            [sample.sampler for _, sample in entries],
+            [s.token_ids[: s.num_prompt_tokens] for s in sequences],
+            [s.output_ids for s in sequences],
+        )
+        logprobs = self._logprobs(logits, token_ids, entries)
+        now_s = time.monotonic()
+        items: list[News] = []
+        for row, (handle, sample) in enumerate(entries):
+            pieces = (prompt_logprobs or {}).pop(sample.sequence, [])
+            delta = self._accept(handle, sample, token_ids[row], now_s)
+            items.append((handle.sink, replace(delta, logprobs=logprobs[row], prompt_logprobs=tuple(pieces))))
+        self._metrics.generated_tokens.inc(len(items))
+        self._publish(items)
+
+    def _accept(self, handle: OpenRequest, sample: Sample, token_id: int, now_s: float) -> Delta:
+        """Add one token to a sample and end it, and with its last sample the request, where that is due."""
+        self._note_token(handle, sample, now_s)
+        text, finish = sample.accept(token_id, handle.request, self._tokenizer.eos_token_ids)
+        delta = Delta(sample.index, (token_id,), text, finish=finish)
+        if finish is None:
+            return delta
+        self._drop_sample(sample)
+        handle.num_unfinished -= 1
+        if handle.num_unfinished:
+            return delta
+        self._close(handle)
+        return replace(delta, usage=handle.usage(), timings=handle.timings(now_s))
+
+    # --- log-probabilities -------------------------------------------------------------------------------------
+
+    def _logprobs(
+        self, logits: torch.Tensor, token_ids: list[int], entries: list[tuple[OpenRequest, Sample]]
+    ) -> list[tuple[TokenLogprobs, ...]]:
+        asked = [row for row, (handle, _) in enumerate(entries) if handle.request.sampling.logprobs is not None]
+        result: list[tuple[TokenLogprobs, ...]] = [()] * len(entries)
+        if asked:
+            num_top = [entries[row][0].request.sampling.logprobs or 0 for row in asked]
+            reports = sampler.token_logprobs(logits[asked], [token_ids[row] for row in asked], num_top)
+            for row, report in zip(asked, reports, strict=True):
+                result[row] = (report,)
+        return result
+
+    def _prompt_logprobs(self, work: Work, hidden: torch.Tensor) -> list[TokenLogprobs | None]:
+        """Report the prompt tokens that these rows predict; a row after a preemption is not reported again."""
+        sequence = work.sequence
+        handle, sample = self._samples[sequence]
+        num_top = handle.request.sampling.prompt_logprobs
+        start = max(sequence.num_computed_tokens, handle.num_prompt_logprobs - 1)
+        end = min(sequence.num_computed_tokens + work.num_tokens, sequence.num_prompt_tokens - 1)
+        if num_top is None or sample.index > 0:
+            return []
+        reports: list[TokenLogprobs | None] = []
+        if handle.num_prompt_logprobs == 0:
+            reports.append(None)  # nothing precedes the first token
+        if start < end:
+            rows = hidden[start - sequence.num_computed_tokens : end - sequence.num_computed_tokens]
+            position = start + 1
+            for logits in self._runner.logits_in_blocks(rows):
+                targets = sequence.token_ids[position : position + logits.shape[0]]
+                reports += sampler.token_logprobs(logits, targets, [num_top] * len(targets))
+                position += len(targets)
+        handle.num_prompt_logprobs += len(reports)
+        return reports
+
+    # --- opening and closing -----------------------------------------------------------------------------------
+
+    def _open_request(self, handle: OpenRequest) -> None:
+        request, params = handle.request, handle.request.sampling
+        namespace = self._namespace(handle)
+        for index in range(request.num_samples):
+            sequence = Sequence(
+                next(self._arrivals),
+                namespace,
+                list(request.prompt_token_ids),
+                params.max_tokens,
+                # a cached position has no hidden state, hence no logprob: sample 0 computes them all
+                reuse=params.prompt_logprobs is None or index > 0,
+            )
+            seed = None if params.seed is None else f"{params.seed}/{index}"
+            state = sampler.SamplerState(
+                params, ending_ids(request, self._tokenizer.eos_token_ids), random.Random(seed)
+            )
+            detokenizer = Detokenizer(self._tokenizer, params.skip_special_tokens, params.stop)
+            sample = Sample(index, sequence, state, detokenizer)
+            handle.samples.append(sample)
+            self._samples[sequence] = handle, sample
+            self._scheduler.add(sequence)
+        handle.num_unfinished = request.num_samples
+
+    def _namespace(self, handle: OpenRequest) -> Namespace | None:
+        """Without the cache, several samples still share their own prompt, in a namespace that nobody else sees."""
+        request = handle.request
+        if request.use_cache:
+            return request.namespace
+        return request.namespace._replace(private_id=handle.serial) if request.num_samples > 1 else None
+
+    def _abort(self, handle: OpenRequest) -> None:
+        if handle in self._open:
+            for sample in handle.samples:
+                if sample.sequence in self._samples:
+                    self._drop_sample(sample)
+            self._close(handle)
+
+    def _drop_sample(self, sample: Sample) -> None:
+        self._scheduler.finish(sample.sequence)
+        del self._samples[sample.sequence]
+
+    def _close(self, handle: OpenRequest) -> None:
+        del self._open[handle]
+        if handle.admitted_s is None:
+            self._num_left_queue += 1
+        namespace = self._namespace(handle)
+        if namespace is not None and namespace.private_id:
+            self._cache.drop(namespace)
+
+    def _end_all(self, error: PrefixCacheError) -> None:
+        """End every open request with `error`, those still in the inbox too; the engine's last act."""
+        self._is_draining = True
+        handles = list(self._open)
+        self._open.clear()
+        self._publish([(handle.sink, error) for handle in handles])
+
+    # --- bookkeeping -------------------------------------------------------------------------------------------
+
+    def _note_admissions(self, plan: StepPlan, now_s: float) -> None:
+        for sequence in plan.admitted:
+            handle, sample = self._samples[sequence]
+            if handle.admitted_s is None:
+                handle.admitted_s = now_s
+                self._num_left_queue += 1
+            if sample.index == 0:
+                usage = handle.usage()
+                self._metrics.prompt_tokens.inc(usage.prompt_tokens)
+                for tier, num_tokens in usage.cached_tokens_by_tier.items():
+                    self._metrics.cached_tokens[tier].inc(num_tokens)
+
+    def _note_token(self, handle: OpenRequest, sample: Sample, now_s: float) -> None:
+        if handle.first_token_s is None:
+            handle.first_token_s = now_s
+            self._metrics.ttft_seconds[_hit_kind(handle)].observe(now_s - handle.arrived_s)
+        if sample.sequence.num_output_tokens:
+            self._metrics.itl_seconds.observe(now_s - sample.last_token_s)
+        sample.last_token_s = now_s
+
+    def _note_step(self, plan: StepPlan, duration_s: float) -> None:
+        self._metrics.step_seconds.observe(duration_s)
+        self._metrics.preemptions.inc(plan.num_preempted)
+        self._metrics.evicted_pages.inc(self._cache.num_evicted_pages - self._num_evicted_pages)
+        self._num_evicted_pages = self._cache.num_evicted_pages
+
+    def _note_state(self) -> None:
+        metrics = self._metrics
+        metrics.queue_depth.set(self._scheduler.num_waiting)
+        metrics.running_sequences.set(self._scheduler.num_running)
+        counts = self._cache.page_counts()
+        metrics.pages[PageState.FREE].set(counts.free)
+        metrics.pages[PageState.CACHED].set(counts.cached)
+        metrics.pages[PageState.IN_USE].set(counts.in_use)
+        if not self._scheduler.has_work and not self._cache.is_balanced():
+            log.error("pages do not add up: %s of %s", counts, self.limits.num_pages)
+
+
+def _lease_state(sequence: Sequence) -> torch.Tensor:
+    assert sequence.lease is not None
+    state: torch.Tensor = sequence.lease.final_state
+    return state
+
+
+def _hit_kind(handle: OpenRequest) -> HitKind:
+    sequence = handle.samples[0].sequence
+    if not sequence.num_cached_tokens:
+        return HitKind.COLD
+    is_full = sequence.lease is not None and sequence.lease.final_state is not None
+    return HitKind.FULL if is_full else HitKind.PARTIAL
