@@ -1,0 +1,1 @@
+"""The commands of the CLI, one module each: what it takes (`add_arguments`) and what it does (`run`)."""

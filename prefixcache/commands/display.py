@@ -1,0 +1,60 @@
+"""How the client commands show progress and answers to people: answers on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+from rich.console import Console
+
+from prefixcache._pb.prefixcache.v1 import inference_pb2 as pb
+
+
+def spinner(text: str) -> AbstractContextManager[object]:
+    """Shows that something is being waited for, if there is a terminal to show it on."""
+    console = Console(stderr=True)
+    return console.status(text) if console.is_terminal else nullcontext()
+
+
+class StreamedAnswer:
+    """Shows one answer as it comes, and keeps what was shown, also of an answer that was interrupted.
+
+    Attributes:
+        text: The answer so far.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._usage: pb.Usage | None = None
+        self._started_at = time.monotonic()
+        self._ttft_s = 0.0
+
+    def show(self, messages: Iterator[pb.GenerateResponse]) -> None:
+        """Writes the text of the messages to stdout, behind a spinner until the first one is there."""
+        with spinner("thinking"):
+            first = next(messages)
+        self._ttft_s = time.monotonic() - self._started_at
+        self._write(first)
+        for message in messages:
+            self._write(message)
+
+    def summary(self) -> str:
+        """One line about what the answer took, measured at this end."""
+        if self._usage is None:
+            return "interrupted"
+        num_tokens = self._usage.completion_tokens
+        decode_s = time.monotonic() - self._started_at - self._ttft_s
+        rate = f", {(num_tokens - 1) / decode_s:.1f} tokens/s" if num_tokens > 1 else ""
+        return (
+            f"TTFT {self._ttft_s * 1000:.0f} ms | prompt {self._usage.prompt_tokens} tokens, "
+            f"{self._usage.cached_tokens} of them cached | answer {num_tokens} tokens{rate}"
+        )
+
+    def _write(self, message: pb.GenerateResponse) -> None:
+        self.text += message.text
+        sys.stdout.write(message.text)
+        sys.stdout.flush()
+        if message.HasField("usage"):
+            self._usage = message.usage
