@@ -52,9 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = next((argument for argument in arguments if not argument.startswith("-")), "")
     command = _load(name) if name in COMMANDS else None
     parser = _parser(name, command)
-    args, args.unknown_arguments = parser.parse_known_args(arguments)
-    if args.unknown_arguments and not args.reports_unknown_arguments:
-        parser.error(f"unknown arguments: {' '.join(args.unknown_arguments)}")
+    args, unknown_arguments = parser.parse_known_args(arguments)
+    args.unknown_arguments = unknown_arguments
+    if unknown_arguments and not args.reports_unknown_arguments:
+        parser.error(f"unknown arguments: {' '.join(unknown_arguments)}")
     assert command is not None, "the parser accepts known commands only"
     try:
         return command.run(args)

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     history = list(opening)
     notes = Console(stderr=True, highlight=False, style="dim")
     with Client(args.server) as client:
-        notes.print(f"{client.model_info(timeout_s=args.timeout).model} at {args.server}; /reset, /quit")
+        notes.print(f"{client.model_info(timeout_s=args.timeout).model} at {args.server}; /reset, /quit", soft_wrap=True)
         while (question := _read_question()) is not None:
             if question == "/quit":
                 break
@@ -73,5 +73,5 @@ def _take_turn(
         notes.print(explain(error, args.server))  # such as a conversation that has outgrown the model
         return
     print()
-    notes.print(answer.summary())
+    notes.print(answer.summary(), soft_wrap=True)
     history[:] = [*messages, {"role": "assistant", "content": answer.text}]

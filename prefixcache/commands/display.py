@@ -1,21 +1,49 @@
-"""How the client commands show progress and answers to people: answers on stdout, everything else on stderr."""
+"""How the commands show progress and answers to people: answers on stdout, everything else on stderr."""
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Self
 
 from rich.console import Console
 
 from prefixcache._pb.prefixcache.v1 import inference_pb2 as pb
+
+_log = logging.getLogger(__name__)
 
 
 def spinner(text: str) -> AbstractContextManager[object]:
     """Shows that something is being waited for, if there is a terminal to show it on."""
     console = Console(stderr=True)
     return console.status(text) if console.is_terminal else nullcontext()
+
+
+class Progress:
+    """Shows what is being done: behind a spinner on a terminal, else as lines of the log."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        self._status = console.status("starting") if console.is_terminal else None
+
+    def say(self, text: str) -> None:
+        """Shows what is being done from now on."""
+        if self._status is None:
+            _log.info("%s", text)
+        else:
+            self._status.update(text)
+
+    def __enter__(self) -> Self:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
 
 
 class StreamedAnswer:

@@ -59,9 +59,7 @@ class Call:
 
 
 class CallInterceptor(ServerInterceptor):  # type: ignore[type-arg]  # generic only in its type stubs
-    """Wraps every call of our own services; health and reflection pass through.
-
-    Event loop only.
+    """Wraps every call of our own services; health and reflection pass through. Event loop only.
 
     Attributes:
         num_open: Calls that have not ended yet, including what is still to be written to their clients.
@@ -69,7 +67,13 @@ class CallInterceptor(ServerInterceptor):  # type: ignore[type-arg]  # generic o
 
     def __init__(self, metrics: Metrics) -> None:
         self.num_open = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._metrics = metrics
+
+    async def wait_until_idle(self) -> None:
+        """Returns as soon as no call is open."""
+        await self._idle.wait()
 
     async def intercept_service(
         self,
@@ -117,6 +121,7 @@ class CallInterceptor(ServerInterceptor):  # type: ignore[type-arg]  # generic o
         call = Call(method, context)
         status = OK
         self.num_open += 1
+        self._idle.clear()
         try:
             yield call
         except asyncio.CancelledError:
@@ -128,6 +133,8 @@ class CallInterceptor(ServerInterceptor):  # type: ignore[type-arg]  # generic o
                 _log.exception("unexpected error, id=%s", call.request_id)
         finally:
             self.num_open -= 1
+            if self.num_open == 0:
+                self._idle.set()
             self._finish(call, status)
         metadata = ((REQUEST_ID_KEY, call.request_id), *status.metadata)
         if status is not OK:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+from prefixcache.engine.engine import News
 from prefixcache.errors import PrefixCacheError
 from prefixcache.request import Delta
 
@@ -34,3 +35,9 @@ class TokenStream:
             yield item
             if item.usage is not None:
                 return
+
+
+def dispatch(items: list[News]) -> None:
+    """Hands what one engine step has published to its streams. Event loop only."""
+    for sink, item in items:
+        sink.put(item)

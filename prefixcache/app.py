@@ -1,0 +1,239 @@
+"""Composition root: builds every object from Settings, starts them in order, and stops them in the reverse one.
+
+start   metrics ─▶ model ─▶ engine ─▶ gRPC ─▶ health SERVING, ready
+stop    health NOT_SERVING, refuse new ─▶ streams finish (up to grace_s) ─▶ gRPC ─▶ engine ─▶ metrics
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from prefixcache import __version__
+from prefixcache._pb.prefixcache.v1 import inference_pb2 as pb
+from prefixcache.cache.prefix_cache import PrefixCache
+from prefixcache.config import Settings
+from prefixcache.engine.engine import Engine, EngineLimits, News, Publish
+from prefixcache.engine.runner import Runner
+from prefixcache.engine.scheduler import Scheduler
+from prefixcache.errors import ConfigError, NotServing
+from prefixcache.kv.layout import KVLayout, MemoryPlan
+from prefixcache.kv.page_pool import PagePool
+from prefixcache.metrics import Metrics, MetricsServer, serve_metrics
+from prefixcache.model.attention.base import AttentionBackend
+from prefixcache.model.attention.cpu import CPUAttention
+from prefixcache.model.decoder import Decoder
+from prefixcache.model.device import choose_device, choose_dtype, free_memory_bytes
+from prefixcache.model.loader import LoadedModel, load_model
+from prefixcache.server.grpc_server import build_grpc_server, listen
+from prefixcache.server.health import HealthMonitor
+from prefixcache.server.interceptors import CallInterceptor
+from prefixcache.server.servicer import InferenceServicer
+from prefixcache.server.stream import dispatch
+from prefixcache.tree.eviction import LeastRecentlyUsed
+from prefixcache.tree.radix import RadixTree
+
+# Streams above what the engine takes, so that an overloaded server can say so instead of letting calls wait unseen.
+SPARE_STREAMS = 64
+LAST_WRITES_S = 0.5  # for the final status of streams that were ended to reach their clients
+ENGINE_STOP_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model in memory, and the room for its K/V."""
+
+    model: LoadedModel
+    device: torch.device
+    plan: MemoryPlan
+
+    def describe(self) -> str:
+        """What is served, in a few words."""
+        layout = self.plan.layout
+        dtype = str(layout.dtype).removeprefix("torch.")
+        return (
+            f"{self.model.name} in {dtype} on {self.device}, cache {self.plan.num_tokens:,} tokens "
+            f"({self.plan.num_bytes / 2**20:,.0f} MiB)"
+        )
+
+
+def load(settings: Settings, progress: Callable[[str], None]) -> ServedModel:
+    """Loads the model and plans its cache; `progress` hears what is being done.
+
+    Raises:
+        ModelError: The model or the device cannot be used.
+        ConfigError: The settings do not go with the model.
+    """
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    device = choose_device(settings.device)
+    dtype = choose_dtype(settings.dtype, device)
+    model = load_model(settings.model, dtype, device, settings.cache_dir, progress)
+    return ServedModel(model, device, plan_memory(settings, model, dtype, device))
+
+
+def plan_memory(settings: Settings, model: LoadedModel, dtype: torch.dtype, device: torch.device) -> MemoryPlan:
+    """Turns the settings about memory into a number of pages, given what is free with the model loaded."""
+    spec = model.spec
+    max_model_len = settings.max_model_len or spec.max_model_len
+    if max_model_len > spec.max_model_len:
+        raise ConfigError(f"max-model-len is {max_model_len}, but the model allows {spec.max_model_len}")
+    layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype)
+    if settings.cache_tokens is not None:
+        return MemoryPlan.from_tokens(layout, settings.cache_tokens, max_model_len)
+    num_bytes = settings.cache_memory_bytes(device.type, free_memory_bytes(device))
+    return MemoryPlan.from_bytes(layout, num_bytes, max_model_len)
+
+
+def build_engine(served: ServedModel, settings: Settings, metrics: Metrics, publish: Publish) -> Engine:
+    """Puts the engine together; its pages are allocated here, its thread is not started yet."""
+    spec, plan = served.model.spec, served.plan
+    backend: AttentionBackend[Any] = CPUAttention(
+        spec.num_heads, spec.num_kv_heads, plan.layout.page_size, plan.layout.dtype
+    )
+    pool = PagePool(plan.layout, plan.num_pages, served.device)
+    cache = PrefixCache(RadixTree(pool.page_size, LeastRecentlyUsed()), pool)
+    return Engine(
+        runner=Runner(Decoder(spec, served.model.state_dict, backend), pool),
+        cache=cache,
+        scheduler=Scheduler(cache, settings.max_num_seqs, settings.batched_tokens(served.device.type)),
+        tokenizer=served.model.tokenizer,
+        limits=EngineLimits(
+            # A request longer than the whole cache could never run, so the cache's size bounds the length, too.
+            max_model_len=min(plan.max_model_len, plan.num_tokens),
+            vocab_size=spec.vocab_size,
+            page_size=pool.page_size,
+            num_pages=pool.num_pages,
+            max_queue=settings.max_queue,
+        ),
+        metrics=metrics,
+        publish=publish,
+    )
+
+
+def model_info(served: ServedModel, engine: Engine) -> pb.GetModelInfoResponse:
+    """What GetModelInfo answers."""
+    spec, tokenizer, layout = served.model.spec, served.model.tokenizer, served.plan.layout
+    return pb.GetModelInfoResponse(
+        model=served.model.name,
+        architecture=spec.architecture,
+        vocab_size=spec.vocab_size,
+        max_model_len=engine.limits.max_model_len,
+        eos_token_ids=sorted(tokenizer.eos_token_ids),
+        dtype=str(layout.dtype).removeprefix("torch."),
+        device=served.device.type,
+        page_size=layout.page_size,
+        cache_capacity_tokens=served.plan.num_tokens,
+        kv_bytes_per_token=layout.bytes_per_token,
+        version=__version__,
+        has_chat_template=tokenizer.has_chat_template,
+    )
+
+
+def start_metrics(settings: Settings, metrics: Metrics) -> MetricsServer:
+    """Starts to serve `/metrics`; raises ConfigError if its port is taken."""
+    try:
+        return serve_metrics(metrics, settings.metrics_host, settings.metrics_port)
+    except OSError as error:
+        address = f"{settings.metrics_host}:{settings.metrics_port}"
+        raise ConfigError(f"cannot serve metrics on {address}: {error.strerror}") from error
+
+
+class Server:
+    """One running server: engine, gRPC and health together. Event loop only.
+
+    Attributes:
+        port: Where gRPC listens, once `start` has returned.
+    """
+
+    def __init__(self, served: ServedModel, settings: Settings, metrics: Metrics) -> None:
+        loop = asyncio.get_running_loop()
+
+        def publish(items: list[News]) -> None:
+            loop.call_soon_threadsafe(dispatch, items)
+
+        self.port = 0
+        self._settings = settings
+        self.engine = build_engine(served, settings, metrics, publish)
+        self._health = HealthMonitor(self.engine, settings.stall_timeout_s)
+        self._calls = CallInterceptor(metrics)
+        self._servicer = InferenceServicer(self.engine, served.model.tokenizer, model_info(served, self.engine))
+        self._grpc = build_grpc_server(
+            self._servicer,
+            self._health,
+            self._calls,
+            max_message_bytes=settings.max_message_bytes,
+            max_concurrent_streams=settings.max_queue + settings.max_num_seqs + SPARE_STREAMS,
+        )
+
+    async def start(self) -> None:
+        """Takes the port, then starts the engine and the service; raises ConfigError if the port is taken."""
+        self.port = listen(self._grpc, self._settings.host, self._settings.port)
+        self.engine.start()
+        await self._health.check()
+        await self._grpc.start()
+
+    async def run_until(self, stopping: asyncio.Event) -> None:
+        """Serves until `stopping` is set or the engine has failed, then stops in order."""
+        watching = asyncio.create_task(self._health.watch())
+        waiting = asyncio.create_task(stopping.wait())
+        await asyncio.wait({watching, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if stopping.is_set():
+            await self._drain()
+        await self._grpc.stop(LAST_WRITES_S)
+        for task in (watching, waiting):
+            task.cancel()
+        await asyncio.to_thread(self.engine.stop, ENGINE_STOP_S)
+        self._servicer.close()
+
+    async def _drain(self) -> None:
+        """Turns away what is new, lets open calls finish, and after `grace_s` ends what is left."""
+        await self._health.stop_serving()
+        self.engine.drain()
+        _log.info("draining: %d open calls, up to %g s", self._calls.num_open, self._settings.grace_s)
+        try:
+            async with asyncio.timeout(self._settings.grace_s):
+                await self._calls.wait_until_idle()
+        except TimeoutError:
+            _log.warning("grace_s has passed: %d open calls are ended", self._calls.num_open)
+            self.engine.fail_open_requests(NotServing("the server is shutting down"))
+
+
+async def serve(served: ServedModel, settings: Settings, metrics: Metrics, on_ready: Callable[[int], None]) -> int:
+    """Serves in the foreground until a signal comes or the engine fails, and returns the exit code.
+
+    The first SIGTERM or SIGINT drains, a second one ends the process at once. `on_ready` hears the port.
+    """
+    server = Server(served, settings, metrics)
+    stopping = _stop_on_signals()
+    await server.start()
+    gc.freeze()  # what exists now stays; without this a full collection walks all of torch, 100 ms in mid-stream
+    on_ready(server.port)
+    await server.run_until(stopping)
+    if server.engine.failure is not None:
+        _log.error("exiting: %s", server.engine.failure)
+        return 1
+    return 0
+
+
+def _stop_on_signals() -> asyncio.Event:
+    stopping = asyncio.Event()
+
+    def stop(signal_number: int) -> None:
+        if stopping.is_set():
+            os._exit(128 + signal_number)
+        stopping.set()
+
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signal_number, stop, signal_number)
+    return stopping
