@@ -48,14 +48,14 @@ def penalties(sampling: SamplingParams, stop_token_ids: Collection[int] = ()) ->
 
 
 def candidates(sampling: SamplingParams, scores: Row) -> set[int]:
-    """Tokens that may be drawn from penalised scores, after temperature, min_p, top_k and top_p."""
+    """Tokens that may be drawn from penalised scores, after temperature, top_k, top_p and min_p."""
     scores = _process(TemperatureLogitsWarper(sampling.temperature), [], scores)
-    if sampling.min_p > 0.0:
-        scores = _process(MinPLogitsWarper(min_p=sampling.min_p), [], scores)
     if sampling.top_k > 0:
         scores = _process(TopKLogitsWarper(top_k=sampling.top_k), [], scores)
     if sampling.top_p < 1.0:
         scores = _process(TopPLogitsWarper(top_p=sampling.top_p), [], scores)
+    if sampling.min_p > 0.0:
+        scores = _process(MinPLogitsWarper(min_p=sampling.min_p), [], scores)
     return set(np.flatnonzero(np.isfinite(scores)).tolist())
 
 
