@@ -95,16 +95,25 @@ def plan_memory(settings: Settings, model: LoadedModel, dtype: torch.dtype, devi
     return MemoryPlan.from_bytes(layout, num_bytes, max_model_len)
 
 
-def build_engine(served: ServedModel, settings: Settings, metrics: Metrics, publish: Publish) -> Engine:
-    """Puts the engine together; its pages are allocated here, its thread is not started yet."""
+def build_runner(
+    served: ServedModel, observe_lookup: Callable[[float], None] | None = None
+) -> tuple[Runner, PrefixCache]:
+    """Puts model, page pool and tree together; the pages are allocated here."""
     spec, plan = served.model.spec, served.plan
     backend: AttentionBackend[Any] = CPUAttention(
         spec.num_heads, spec.num_kv_heads, plan.layout.page_size, plan.layout.dtype
     )
     pool = PagePool(plan.layout, plan.num_pages, served.device)
-    cache = PrefixCache(RadixTree(pool.page_size, LeastRecentlyUsed()), pool)
+    cache = PrefixCache(RadixTree(pool.page_size, LeastRecentlyUsed()), pool, observe_lookup)
+    return Runner(Decoder(spec, served.model.state_dict, backend), pool), cache
+
+
+def build_engine(served: ServedModel, settings: Settings, metrics: Metrics, publish: Publish) -> Engine:
+    """Puts the engine together; its thread is not started yet."""
+    spec, plan = served.model.spec, served.plan
+    runner, cache = build_runner(served, metrics.lookup_seconds.observe)
     return Engine(
-        runner=Runner(Decoder(spec, served.model.state_dict, backend), pool),
+        runner=runner,
         cache=cache,
         scheduler=Scheduler(cache, settings.max_num_seqs, settings.batched_tokens(served.device.type)),
         tokenizer=served.model.tokenizer,
@@ -112,8 +121,8 @@ def build_engine(served: ServedModel, settings: Settings, metrics: Metrics, publ
             # A request longer than the whole cache could never run, so the cache's size bounds the length, too.
             max_model_len=min(plan.max_model_len, plan.num_tokens),
             vocab_size=spec.vocab_size,
-            page_size=pool.page_size,
-            num_pages=pool.num_pages,
+            page_size=plan.layout.page_size,
+            num_pages=plan.num_pages,
             max_queue=settings.max_queue,
         ),
         metrics=metrics,

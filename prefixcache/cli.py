@@ -24,6 +24,7 @@ COMMANDS = {
     "chat": "chat with the model",
     "tokenize": "text to token ids, or back",
     "info": "show the model and the cache of a server",
+    "bench": "measure the service against references from the same run",
 }
 
 EPILOG = """\

@@ -9,6 +9,8 @@ The life of a lease:
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,9 +35,15 @@ class PrefixCache:
 
     Keys are token runs as `tree.node.token_key` encodes them. Nothing here runs the model: the caller writes K/V to
     the private pages of its lease, and publishes with `commit` only what is really written (I4).
+
+    Args:
+        tree: What is known.
+        pool: The memory; its pages are used by nobody else.
+        observe_lookup: Told the seconds of each look-up that leads to a lease or its refusal.
     """
 
-    def __init__(self, tree: RadixTree, pool: PagePool) -> None:
+    def __init__(self, tree: RadixTree, pool: PagePool, observe_lookup: Callable[[float], None] | None = None) -> None:
+        self._observe_lookup = observe_lookup
         self._tree = tree
         self._pool = pool
         self._page_size = pool.page_size
@@ -87,7 +95,7 @@ class PrefixCache:
         if namespace is None:
             lease = Lease(namespace=None, node=None)
             return lease if self._try_fill(lease, num_tokens, num_spare_tokens) else None
-        match = self._tree.match(namespace, key) if reuse else Match()
+        match = self._look_up(namespace, key) if reuse else Match()
         usable = self._usable_tokens(match, key)
         lease = self._pin_whole_pages(namespace, match, usable // self._page_size)
         partial = usable % self._page_size
@@ -194,6 +202,13 @@ class PrefixCache:
         assert self.is_balanced(), "I3: free + cached + private pages do not add up to the pool"
 
     # --- parts -------------------------------------------------------------------------------------------------
+
+    def _look_up(self, namespace: Namespace, key: bytes) -> Match:
+        started_s = time.perf_counter()
+        match = self._tree.match(namespace, key)
+        if self._observe_lookup is not None:
+            self._observe_lookup(time.perf_counter() - started_s)
+        return match
 
     def _usable_tokens(self, match: Match, key: bytes) -> int:
         """Without a final state the last token must be run again, or there would be nothing to sample from."""

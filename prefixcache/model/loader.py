@@ -55,7 +55,7 @@ def load_model(
     """
     if not sys.stderr.isatty():
         disable_progress_bar()  # type: ignore[no-untyped-call]
-    name, source = _locate(model, cache_dir, progress)
+    name, source = locate(model, cache_dir, progress)
     progress(f"Loading {name} in {str(dtype).removeprefix('torch.')} on {device}")
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
@@ -68,7 +68,7 @@ def load_model(
     return LoadedModel(name, replace(spec, tied_embeddings=LM_HEAD not in state_dict), state_dict, tokenizer)
 
 
-def _locate(model: str | None, cache_dir: Path, progress: Callable[[str], None]) -> tuple[str, str]:
+def locate(model: str | None, cache_dir: Path, progress: Callable[[str], None]) -> tuple[str, str]:
     """Return the display name, and the folder or hub id that transformers can load."""
     path = find_default_gguf() if model is None else Path(model).expanduser()
     if path.suffix == ".gguf":
