@@ -186,7 +186,8 @@ class Bench:
         model = AutoModelForCausalLM.from_pretrained(
             source, dtype=self._served.plan.layout.dtype, device_map={"": self._served.device}
         )
-        return Transformers(model.eval())
+        model.train(False)
+        return Transformers(model)
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

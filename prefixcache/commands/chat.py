@@ -38,7 +38,8 @@ def run(args: argparse.Namespace) -> int:
     history = list(opening)
     notes = Console(stderr=True, highlight=False, style="dim")
     with Client(args.server) as client:
-        notes.print(f"{client.model_info(timeout_s=args.timeout).model} at {args.server}; /reset, /quit", soft_wrap=True)
+        model = client.model_info(timeout_s=args.timeout).model
+        notes.print(f"{model} at {args.server}; /reset, /quit", soft_wrap=True)
         while (question := _read_question()) is not None:
             if question == "/quit":
                 break

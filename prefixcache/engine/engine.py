@@ -257,13 +257,8 @@ class Engine:
         """
         logits = self._runner.logits(final_states)
         entries = [self._samples[item.sequence] for item in work]
-        sequences = [item.sequence for item in work]
-        token_ids = sampler.sample(
-            logits,
-            [sample.sampler for _, sample in entries],
-            [s.token_ids[: s.num_prompt_tokens] for s in sequences],
-            [s.output_ids for s in sequences],
-        )
+        states = [sample.sampler for _, sample in entries]
+        token_ids = sampler.sample(logits, states, [item.sequence for item in work])
         logprobs = self._logprobs(logits, token_ids, entries)
         now_s = time.monotonic()
         items: list[News] = []

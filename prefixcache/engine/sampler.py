@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from prefixcache.engine.sequence import Sequence
 from prefixcache.request import SamplingParams, TokenLogprobs
 
 # Top-p and min-p nearly always keep fewer tokens than this; looking at these first saves sorting the vocabulary.
@@ -43,37 +44,34 @@ class SamplerState:
         )
 
 
-def sample(
-    logits: torch.Tensor, states: list[SamplerState], prompts: list[list[int]], outputs: list[list[int]]
-) -> list[int]:
+def sample(logits: torch.Tensor, states: list[SamplerState], sequences: list[Sequence]) -> list[int]:
     """Choose the next token of each sequence.
 
     Args:
         logits: `[num_sequences, vocab_size]`, float32; left as they are.
         states: One for each row.
-        prompts: Prompt token ids of each row.
-        outputs: Output token ids of each row so far.
+        sequences: Prompt and output of each row so far.
     """
     greedy: list[int] = logits.argmax(dim=-1).tolist() if any(s.params.temperature == 0 for s in states) else []
     chosen: list[int] = []
-    for row, state in enumerate(states):
+    for row, (state, sequence) in enumerate(zip(states, sequences, strict=True)):
         is_greedy = state.params.temperature == 0
         if is_greedy and not state.adjusts:
             chosen.append(greedy[row])
             continue
-        scores = adjust(logits[row], state, prompts[row], outputs[row]) if state.adjusts else logits[row]
+        scores = adjust(logits[row], state, sequence) if state.adjusts else logits[row]
         chosen.append(int(scores.argmax()) if is_greedy else draw(scores, state.params, state.random.random()))
     return chosen
 
 
-def adjust(logits: torch.Tensor, state: SamplerState, prompt: list[int], output: list[int]) -> torch.Tensor:
+def adjust(logits: torch.Tensor, state: SamplerState, sequence: Sequence) -> torch.Tensor:
     """Apply bias, penalties and minimum length to a copy of one row `[vocab_size]`."""
-    params = state.params
+    params, output = state.params, sequence.output_ids
     scores = logits.clone()
     for token_id, bias in params.logit_bias:
         scores[token_id] += bias
     if params.repetition_penalty != 1:
-        seen = torch.tensor(list({*prompt, *output}), device=scores.device)
+        seen = torch.tensor(list(set(sequence.token_ids)), device=scores.device)
         values = scores[seen]
         scores[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
     if output and (params.presence_penalty or params.frequency_penalty):
