@@ -9,6 +9,7 @@ Both may be used one after the other; the cache stays.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -176,11 +177,15 @@ class InProcess:
 
     @contextmanager
     def running(self) -> Iterator[Engine]:
-        """An engine that runs until the end of the block; checks the cache there."""
+        """An engine that runs until every request of the block has ended; checks the cache there."""
         engine = self._new_engine()
         engine.start()
         try:
             yield engine
+            deadline_s = time.monotonic() + TIMEOUT_S
+            while engine.num_open and engine.failure is None:
+                assert time.monotonic() < deadline_s, "a request hangs"
+                time.sleep(0.001)
         finally:
             engine.stop(TIMEOUT_S)
         assert engine.failure is None
