@@ -40,7 +40,7 @@ def build_grpc_server(
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", max_message_bytes),
             ("grpc.max_concurrent_streams", max_concurrent_streams),
-            ("grpc.http2.min_recv_ping_interval_without_data_ms", MIN_CLIENT_PING_INTERVAL_MS),
+            ("grpc.http2.min_ping_interval_without_data_ms", MIN_CLIENT_PING_INTERVAL_MS),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.keepalive_time_ms", SERVER_PING_INTERVAL_MS),
             ("grpc.keepalive_timeout_ms", SERVER_PING_TIMEOUT_MS),

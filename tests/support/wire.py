@@ -1,0 +1,89 @@
+"""A real server on loopback in this process: tiny model, real engine, real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from prefixcache.app import ServedModel, Server, plan_memory
+from prefixcache.config import Settings
+from prefixcache.metrics import Metrics
+from prefixcache.model.families import spec_from_config
+from prefixcache.model.loader import LoadedModel
+from tests.support.models import tiny_model
+from tests.support.tokenizers import byte_level
+
+CPU = torch.device("cpu")
+
+
+class WireServer:
+    """A running server and what tests look at beside it."""
+
+    def __init__(self, server: Server, metrics: Metrics, stopping: asyncio.Event) -> None:
+        self.server = server
+        self.metrics = metrics
+        self.stopping = stopping
+
+    @property
+    def target(self) -> str:
+        return f"127.0.0.1:{self.server.port}"
+
+    def value(self, name: str, **labels: str) -> float:
+        """A metric's present value."""
+        value = self.metrics.registry.get_sample_value(f"prefixcache_{name}", labels)
+        assert value is not None
+        return value
+
+
+@asynccontextmanager
+async def wire_server(max_model_len: int | None = None, **settings: Any) -> AsyncIterator[WireServer]:
+    """Runs a server on this event loop; `settings` are those of Settings."""
+    chosen = Settings(**{"host": "127.0.0.1", "port": 0, "cache_tokens": 4096, "grace_s": 5.0} | settings)
+    metrics = Metrics()
+    server = Server(_served_model(chosen, max_model_len), chosen, metrics)
+    stopping = asyncio.Event()
+    await server.start()
+    running = asyncio.create_task(server.run_until(stopping))
+    try:
+        yield WireServer(server, metrics, stopping)
+    finally:
+        stopping.set()
+        await running
+
+
+@contextmanager
+def wire_server_thread(**settings: Any) -> Iterator[WireServer]:
+    """Runs a server on an event loop in a thread, for blocking clients."""
+    started: list[WireServer] = []
+    ready = threading.Event()
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def run() -> None:
+        loops.append(asyncio.get_running_loop())
+        async with wire_server(**settings) as server:
+            started.append(server)
+            ready.set()
+            await server.stopping.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    try:
+        assert ready.wait(60), "the server did not start"
+        yield started[0]
+    finally:
+        loops[0].call_soon_threadsafe(started[0].stopping.set)
+        thread.join()
+
+
+def _served_model(settings: Settings, max_model_len: int | None) -> ServedModel:
+    model = tiny_model("llama-gqa")
+    spec = spec_from_config(model.config)
+    spec = replace(spec, max_model_len=max_model_len or spec.max_model_len)
+    loaded = LoadedModel("tiny", spec, dict(model.state_dict()), byte_level())
+    return ServedModel(loaded, CPU, plan_memory(settings, loaded, torch.float32, CPU))
