@@ -46,7 +46,7 @@ async def wire_server(max_model_len: int | None = None, **settings: Any) -> Asyn
     """Runs a server on this event loop; `settings` are those of Settings."""
     chosen = Settings(**{"host": "127.0.0.1", "port": 0, "cache_tokens": 4096, "grace_s": 5.0} | settings)
     metrics = Metrics()
-    server = Server(_served_model(chosen, max_model_len), chosen, metrics)
+    server = Server(served_model(chosen, max_model_len), chosen, metrics)
     stopping = asyncio.Event()
     await server.start()
     running = asyncio.create_task(server.run_until(stopping))
@@ -81,7 +81,8 @@ def wire_server_thread(**settings: Any) -> Iterator[WireServer]:
         thread.join()
 
 
-def _served_model(settings: Settings, max_model_len: int | None) -> ServedModel:
+def served_model(settings: Settings, max_model_len: int | None = None) -> ServedModel:
+    """A tiny model with a tokenizer, and room for its K/V."""
     model = tiny_model("llama-gqa")
     spec = spec_from_config(model.config)
     spec = replace(spec, max_model_len=max_model_len or spec.max_model_len)

@@ -1,0 +1,227 @@
+"""Start, drain, stall and failure, as clients and supervisors see them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from prefixcache.app import serve, start_metrics
+from prefixcache.client import AsyncClient, Client, RequestFailed
+from prefixcache.config import Settings
+from prefixcache.engine.runner import Runner
+from prefixcache.errors import ConfigError
+from prefixcache.local_server import LocalServer
+from prefixcache.metrics import Metrics
+from tests.support.models import VOCAB_SIZE, tiny_model
+from tests.support.tokenizers import byte_level
+from tests.support.wire import WireServer, served_model, wire_server
+
+PROMPT = [(7 * index + 3) % VOCAB_SIZE for index in range(40)]
+LONG: dict[str, Any] = {"token_ids": PROMPT, "temperature": 0.0, "ignore_eos": True}
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def health_of(server: WireServer) -> int:
+    async with grpc.aio.insecure_channel(server.target) as channel:
+        response = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+    return response.status
+
+
+async def wait_for_health(server: WireServer, status: int, timeout_s: float) -> None:
+    async with asyncio.timeout(timeout_s):
+        while await health_of(server) != status:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def code_of(call: Any) -> grpc.StatusCode:
+    with pytest.raises(RequestFailed) as caught:
+        await call
+    return caught.value.code
+
+
+# --- drain ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_drain_turns_away_what_is_new_and_finishes_what_runs():
+    async with wire_server() as server, AsyncClient(server.target) as client:
+        alone = await client.complete(max_tokens=200, **LONG)
+        streams = [client.generate(max_tokens=200, cache_salt=str(index), **LONG) for index in range(3)]
+        started = [await anext(stream) for stream in streams]
+        server.stopping.set()
+        await wait_for_health(server, NOT_SERVING, 0.2)
+        assert await code_of(client.complete(max_tokens=1, **LONG)) is grpc.StatusCode.UNAVAILABLE
+        for first, stream in zip(started, streams, strict=True):
+            messages = [first, *[message async for message in stream]]
+            token_ids = [token_id for message in messages for token_id in message.token_ids]
+            assert token_ids == list(alone.samples[0].token_ids)
+    assert server.server.engine.num_open == 0
+
+
+async def test_streams_longer_than_the_grace_period_end_as_unavailable():
+    async with wire_server(grace_s=0.2) as server, AsyncClient(server.target) as client:
+        running = asyncio.create_task(client.complete(max_tokens=1900, **LONG))
+        while server.value("running_sequences") < 1:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        server.stopping.set()
+        started_at = time.monotonic()
+        assert await code_of(running) is grpc.StatusCode.UNAVAILABLE
+        assert 0.15 < time.monotonic() - started_at < 2.0
+    assert server.value("requests_total", outcome="not_serving") == 1
+
+
+# --- an engine that does not come round ----------------------------------------------------------------------------
+
+
+async def test_a_stuck_engine_is_seen_and_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch):
+    async with wire_server(stall_timeout_s=0.5) as server, AsyncClient(server.target) as client:
+        assert await health_of(server) == SERVING
+        runner = server.server.engine._runner
+        forward, go_on = runner.forward, threading.Event()
+        monkeypatch.setattr(runner, "forward", lambda work: go_on.wait(30) and forward(work))
+
+        open_call = asyncio.create_task(client.complete(max_tokens=5, **LONG))
+        await wait_for_health(server, NOT_SERVING, 2.0)
+        assert await code_of(open_call) is grpc.StatusCode.UNAVAILABLE
+        assert await code_of(client.complete(max_tokens=5, timeout_s=2.0, **LONG)) is grpc.StatusCode.UNAVAILABLE
+
+        go_on.set()
+        await wait_for_health(server, SERVING, 2.0)
+        assert (await client.complete(max_tokens=5, **LONG)).usage.completion_tokens == 5
+        assert server.value("pages", state="in_use") == 0
+
+
+async def test_an_idle_engine_is_not_stuck():
+    async with wire_server(stall_timeout_s=0.5) as server:
+        for _ in range(15):
+            await asyncio.sleep(0.1)
+            assert await health_of(server) == SERVING
+
+
+# --- an engine that fails ------------------------------------------------------------------------------------------
+
+
+async def test_a_failed_engine_ends_every_stream_and_the_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    async with wire_server() as server, AsyncClient(server.target) as client:
+        streams = [client.generate(max_tokens=1500, cache_salt=str(index), **LONG) for index in range(3)]
+        for stream in streams:
+            await anext(stream)
+        assert (watch := await _watch(server)) is not None
+
+        def fail(work: object) -> None:
+            raise RuntimeError("secret detail")
+
+        monkeypatch.setattr(server.server.engine._runner, "forward", fail)
+        for stream in streams:
+            with pytest.raises(RequestFailed) as caught:
+                async for _ in stream:
+                    pass
+            assert caught.value.code is grpc.StatusCode.INTERNAL
+            assert "secret" not in caught.value.message
+        assert (await watch.read()).status == NOT_SERVING
+        assert await code_of(client.complete(max_tokens=1, **LONG)) in (
+            grpc.StatusCode.INTERNAL,
+            grpc.StatusCode.UNAVAILABLE,
+        )
+    assert server.server.engine.failure is not None
+    assert server.value("requests_total", outcome="failed") >= 3
+    assert "secret detail" in caplog.text
+
+
+async def _watch(server: WireServer) -> Any:
+    channel = grpc.aio.insecure_channel(server.target)
+    watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+    assert (await watch.read()).status == SERVING
+    return watch
+
+
+async def test_the_exit_code_after_a_failure_is_1(monkeypatch: pytest.MonkeyPatch):
+    def fail(runner: Runner, work: object) -> None:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(Runner, "forward", fail)
+    settings = Settings(port=0, cache_tokens=512)
+    port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(serve(served_model(settings), settings, Metrics(), port.set_result))
+    async with AsyncClient(f"127.0.0.1:{await port}") as client:
+        assert await code_of(client.complete(max_tokens=1, **LONG)) is grpc.StatusCode.INTERNAL
+    assert await serving == 1
+    gc.unfreeze()
+
+
+# --- the process ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    tiny_model("llama-gqa").save_pretrained(folder)
+    byte_level()._chat_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def process(model_folder: Path) -> Iterator[LocalServer]:
+    with LocalServer("--model", str(model_folder), "--cache-tokens", "4096", "--threads", "1") as server:
+        yield server
+
+
+def test_sigterm_lets_a_stream_finish_and_exits_with_0(process: LocalServer):
+    with Client(process.address) as client:
+        stream = client.generate(max_tokens=300, **LONG)
+        first = next(stream)
+        process.process.send_signal(signal.SIGTERM)
+        rest = list(stream)
+    assert sum(len(message.token_ids) for message in [first, *rest]) == 300
+    assert rest[-1].HasField("usage")
+    assert process.process.wait(10) == 0
+
+
+def test_a_second_signal_ends_it_at_once(process: LocalServer):
+    with Client(process.address) as client:
+        stream = client.generate(max_tokens=2000, **LONG)
+        next(stream)
+        process.process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+        assert process.process.poll() is None
+        process.process.send_signal(signal.SIGTERM)
+        assert process.process.wait(2) == 128 + signal.SIGTERM
+        with pytest.raises(RequestFailed):
+            list(stream)
+
+
+def test_a_taken_port_is_a_clear_error(model_folder: Path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "prefixcache", "serve", "--model", str(model_folder)]
+        command += ["--cache-tokens", "512", "--port", str(port), "--metrics-port", "0"]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2
+    assert f"prefixcache serve: cannot listen on 127.0.0.1:{port}" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_taken_metrics_port_is_a_clear_error():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot serve metrics on 127.0.0.1:{port}: Address already in use"):
+            start_metrics(Settings(metrics_port=port), Metrics())
