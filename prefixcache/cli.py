@@ -15,8 +15,8 @@ from prefixcache.client import RequestFailed
 from prefixcache.commands.server_options import explain
 from prefixcache.errors import ConfigError, InvalidRequest, PrefixCacheError
 
-# The module of a command is loaded when the command is chosen: `serve` needs torch, whose import takes seconds that
-# a client command should not have to wait for.
+# The module of a command is loaded when the command is chosen: `serve` and `bench` need torch, whose import takes
+# seconds that a client command should not have to wait for.
 COMMANDS = {
     "serve": "run the server in the foreground",
     "check-config": "show the settings in effect and the memory plan, and start nothing",

@@ -58,7 +58,8 @@ def run_protoc(folder: Path) -> None:
     scripts = Path(sysconfig.get_path("scripts"))
     command = [sys.executable, "-m", "grpc_tools.protoc", f"--proto_path={PROTO_DIR}"]
     command += [f"--plugin={plugin}={scripts / plugin}" for plugin in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")]
-    command += [f"--{kind}_out={folder}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
+    command += [f"--{kind}_out={folder}" for kind in ("python", "grpc_python")]
+    command += [f"--{kind}_out=quiet:{folder}" for kind in ("mypy", "mypy_grpc")]
     command += sorted(str(path) for path in PROTO_DIR.rglob("*.proto"))
     subprocess.run(command, check=True)
 
