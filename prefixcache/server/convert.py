@@ -18,7 +18,7 @@ from prefixcache._pb.prefixcache.v1 import inference_pb2 as pb
 from prefixcache.errors import InvalidRequest
 from prefixcache.model.tokenizer import ChatMessage
 from prefixcache.request import GenerateRequest, Namespace, SamplingParams
-from prefixcache.server.fields import check_known_fields, check_token_ids, flag, integer, number, optional_integer
+from prefixcache.server.fields import check_known_fields, checked_token_ids, flag, integer, number, optional_integer
 
 DEFAULT_MAX_TOKENS = 256
 ROLES = frozenset({"system", "user", "assistant"})
@@ -166,9 +166,7 @@ def check_detokenize(request: pb.DetokenizeRequest, limits: ModelLimits) -> list
     """Checks a Detokenize request and returns its token ids; raises InvalidRequest."""
     if len(request.token_ids) > MAX_DETOKENIZE_TOKENS:
         raise InvalidRequest("token_ids", f"has {len(request.token_ids)} entries; at most {MAX_DETOKENIZE_TOKENS}")
-    token_ids = list(request.token_ids)
-    check_token_ids("token_ids", token_ids, limits.vocab_size)
-    return token_ids
+    return checked_token_ids("token_ids", request.token_ids, limits.vocab_size)
 
 
 def check_prompt_length(field: str, num_prompt_tokens: int, limits: ModelLimits) -> None:
@@ -207,9 +205,7 @@ def _generate_prompt(request: pb.GenerateRequest, limits: ModelLimits) -> Prompt
 
     # The length comes first: it is known at once, even of millions of ids.
     check_prompt_length("token_ids", len(request.token_ids), limits)
-    token_ids = list(request.token_ids)
-    check_token_ids("token_ids", token_ids, limits.vocab_size)
-    return TokenPrompt(token_ids)
+    return TokenPrompt(checked_token_ids("token_ids", request.token_ids, limits.vocab_size))
 
 
 def _text_prompt(text: str, limits: ModelLimits, add_special_tokens: bool = True) -> TextPrompt:
@@ -286,11 +282,10 @@ def _stop(stop: Sequence[str]) -> tuple[str, ...]:
     return tuple(stop)
 
 
-def _stop_token_ids(token_ids: Sequence[int], vocab_size: int) -> frozenset[int]:
-    if len(token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequest("stop_token_ids", f"has {len(token_ids)} entries; at most {MAX_STOP_TOKEN_IDS}")
-    check_token_ids("stop_token_ids", token_ids, vocab_size)
-    return frozenset(token_ids)
+def _stop_token_ids(stop_token_ids: Sequence[int], vocab_size: int) -> frozenset[int]:
+    if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest("stop_token_ids", f"has {len(stop_token_ids)} entries; at most {MAX_STOP_TOKEN_IDS}")
+    return frozenset(checked_token_ids("stop_token_ids", stop_token_ids, vocab_size))
 
 
 def _num_logprobs(request: pb.GenerateRequest, field: str, vocab_size: int) -> int | None:
@@ -302,7 +297,7 @@ def _logit_bias(request: pb.GenerateRequest, vocab_size: int) -> tuple[tuple[int
     biases = dict(request.logit_bias)
     if len(biases) > MAX_LOGIT_BIASES:
         raise InvalidRequest("logit_bias", f"has {len(biases)} entries; at most {MAX_LOGIT_BIASES}")
-    check_token_ids("logit_bias", biases.keys(), vocab_size)
+    checked_token_ids("logit_bias", list(biases), vocab_size)
     for token_id, bias in biases.items():
         if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
             raise InvalidRequest(
