@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import time
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TextIO
@@ -39,12 +40,20 @@ def log_request(line: RequestLine) -> None:
     _REQUESTS.info("request", extra={"fields": asdict(line)})
 
 
-def setup_logging(level: str, log_format: LogFormat, stream: TextIO) -> None:
-    """Sends all logs of the process to `stream`, one line each, replacing any earlier set-up."""
-    handler = logging.StreamHandler(stream)
+def setup_logging(level: str, log_format: LogFormat) -> None:
+    """Sends all logs of the process to standard error, one line each, replacing any earlier set-up."""
+    handler = StderrHandler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)
+
+
+class StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to what `sys.stderr` is at the time, so that lines go above a spinner and not through it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
 
 
 class TextFormatter(logging.Formatter):

@@ -10,7 +10,6 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import sys
 
 from rich.console import Console
 from rich.table import Table
@@ -28,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     settings = load_settings(args, args.unknown_arguments)
-    setup_logging(settings.log_level, settings.log_format, sys.stderr)
+    setup_logging(settings.log_level, settings.log_format)
     with Progress() as progress:
         served = app.load(settings, progress.say)
     console = Console(highlight=False)

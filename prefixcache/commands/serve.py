@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 
 from prefixcache import app
 from prefixcache.commands.display import Progress
@@ -29,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     settings = load_settings(args, args.unknown_arguments)
-    setup_logging(settings.log_level, settings.log_format, sys.stderr)
+    setup_logging(settings.log_level, settings.log_format)
     metrics = Metrics()
     metrics_server = app.start_metrics(settings, metrics)
     with Progress() as progress:
