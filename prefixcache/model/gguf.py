@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from gguf import GGUFReader
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, PreTrainedTokenizerFast
 
@@ -71,7 +73,7 @@ def converted_folder(gguf_path: Path, cache_dir: Path, progress: Callable[[str],
             _convert(gguf_path, unfinished, progress)
             _flush_to_disk(unfinished)
             _publish(unfinished, folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ModelError(f"Cannot write the converted model below {models_dir}: {error}") from error
     return folder
 
@@ -95,7 +97,7 @@ def _convert(gguf_path: Path, folder: Path, progress: Callable[[str], None]) -> 
             quantization_config=GgufConfig(dequantize=True),
             output_loading_info=True,
         )
-    except (ValueError, KeyError, RuntimeError) as error:
+    except (ValueError, TypeError, KeyError, ArithmeticError, RuntimeError, StrictDataclassError) as error:
         raise ModelError(f"Cannot read {gguf_path}: {error}") from error
     model, loading = loaded
     if loading["missing_keys"] or loading["unexpected_keys"]:

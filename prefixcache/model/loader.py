@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
 from transformers.utils.logging import disable_progress_bar
@@ -26,6 +27,18 @@ logger = logging.getLogger(__name__)
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
+# What transformers raises for configs, tokenizers and weights that are damaged, incomplete or not there.
+UNREADABLE = (
+    OSError,
+    ValueError,
+    TypeError,
+    KeyError,
+    ArithmeticError,
+    RuntimeError,
+    ImportError,
+    SafetensorError,
+    StrictDataclassError,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +75,7 @@ def load_model(
         spec = spec_from_config(config)
         tokenizer = _load_tokenizer(source, config)
         state_dict = _load_weights(source, config, dtype, device)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+    except UNREADABLE as error:
         origin = "" if Path(source).is_dir() else " (no such folder here, so taken for an id on the Hugging Face hub)"
         raise ModelError(f"Cannot load the model {source}{origin}: {error}") from error
     return LoadedModel(name, replace(spec, tied_embeddings=LM_HEAD not in state_dict), state_dict, tokenizer)
@@ -83,7 +96,10 @@ def locate(model: str | None, cache_dir: Path, progress: Callable[[str], None]) 
 
 
 def _load_tokenizer(source: str, config: PreTrainedConfig) -> Tokenizer:
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:  # the compiled tokenizer raises nothing more specific for a tokenizer.json it rejects
+        raise ModelError(f"Cannot load the tokenizer of {source}: {error}") from error
     eos_token_ids = {*_ids(config.eos_token_id), *_ids(tokenizer.eos_token_id)}
     try:
         eos_token_ids.update(_ids(GenerationConfig.from_pretrained(source).eos_token_id))

@@ -117,6 +117,33 @@ def test_damaged_folders(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"hidden_size": "wide"}, "hidden_size"),
+        ({"num_attention_heads": 0}, "Cannot load the model"),
+        ({"max_position_embeddings": None}, "max_position_embeddings"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "factor"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": None}}, "Cannot load the model"),
+        ({"vocab_size": 600}, "Cannot load the model"),
+        ({"num_hidden_layers": 3}, r"does not use: model\.layers\.3"),
+        ({"num_hidden_layers": 5}, r"lacks the weights model\.layers\.4"),
+    ],
+)
+def test_configs_that_make_no_sense(changes: dict[str, Any], reason: str, folder: Path, tmp_path: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(ModelError, match=reason):
+        load(folder, tmp_path)
+
+
+@pytest.mark.parametrize("contents", ["{", "{}", '{"version": "1.0", "model": {"type": "Novel"}}'])
+def test_a_tokenizer_that_cannot_be_read(contents: str, folder: Path, tmp_path: Path) -> None:
+    (folder / "tokenizer.json").write_text(contents)
+    with pytest.raises(ModelError, match="Cannot load the tokenizer"):
+        load(folder, tmp_path)
+
+
+@pytest.mark.parametrize(
     ("model", "reason"),
     [
         ("/no/such/folder", "neither a folder, nor a .gguf file, nor an id"),
