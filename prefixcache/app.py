@@ -33,6 +33,8 @@ from prefixcache.model.attention.cpu import CPUAttention
 from prefixcache.model.decoder import Decoder
 from prefixcache.model.device import choose_device, choose_dtype, free_memory_bytes
 from prefixcache.model.loader import LoadedModel, load_model
+from prefixcache.model.spec import DecoderSpec
+from prefixcache.model.tokenizer import Tokenizer
 from prefixcache.server.grpc_server import build_grpc_server, listen
 from prefixcache.server.health import HealthMonitor
 from prefixcache.server.interceptors import CallInterceptor
@@ -51,18 +53,27 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model in memory, and the room for its K/V."""
+    """A model ready to run, and the room for its K/V."""
 
-    model: LoadedModel
-    device: torch.device
+    name: str
+    decoder: Decoder
+    tokenizer: Tokenizer
     plan: MemoryPlan
+
+    @property
+    def device(self) -> torch.device:
+        """Where weights and K/V are."""
+        return self.decoder.device
+
+    @property
+    def dtype_name(self) -> str:
+        """Number format of weights and K/V, such as `float32`."""
+        return str(self.decoder.dtype).removeprefix("torch.")
 
     def describe(self) -> str:
         """What is served, in a few words."""
-        layout = self.plan.layout
-        dtype = str(layout.dtype).removeprefix("torch.")
         return (
-            f"{self.model.name} in {dtype} on {self.device}, cache {self.plan.num_tokens:,} tokens "
+            f"{self.name} in {self.dtype_name} on {self.device}, cache {self.plan.num_tokens:,} tokens "
             f"({self.plan.num_bytes / 2**20:,.0f} MiB)"
         )
 
@@ -78,49 +89,57 @@ def load(settings: Settings, progress: Callable[[str], None]) -> ServedModel:
         torch.set_num_threads(settings.threads)
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device)
-    model = load_model(settings.model, dtype, device, settings.cache_dir, progress)
-    return ServedModel(model, device, plan_memory(settings, model, dtype, device))
+    return prepare(load_model(settings.model, dtype, device, settings.cache_dir, progress), settings, dtype)
 
 
-def plan_memory(settings: Settings, model: LoadedModel, dtype: torch.dtype, device: torch.device) -> MemoryPlan:
-    """Turns the settings about memory into a number of pages, given what is free with the model loaded."""
+def prepare(model: LoadedModel, settings: Settings, dtype: torch.dtype) -> ServedModel:
+    """Makes a decoder of a loaded model, whose weights it takes over, and plans the cache with what is then free."""
     spec = model.spec
+    layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype)
+    backend: AttentionBackend[Any] = CPUAttention(spec.num_heads, spec.num_kv_heads, layout.page_size, dtype)
+    decoder = Decoder(spec, model.state_dict, backend)
+    return ServedModel(model.name, decoder, model.tokenizer, plan_memory(settings, spec, layout, decoder.device))
+
+
+def plan_memory(settings: Settings, spec: DecoderSpec, layout: KVLayout, device: torch.device) -> MemoryPlan:
+    """Turns the settings about memory into a number of pages, given what is free with the model loaded."""
     max_model_len = settings.max_model_len or spec.max_model_len
     if max_model_len > spec.max_model_len:
         raise ConfigError(f"max-model-len is {max_model_len}, but the model allows {spec.max_model_len}")
-    layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype)
     if settings.cache_tokens is not None:
-        return MemoryPlan.from_tokens(layout, settings.cache_tokens, max_model_len)
-    num_bytes = settings.cache_memory_bytes(device.type, free_memory_bytes(device))
-    return MemoryPlan.from_bytes(layout, num_bytes, max_model_len)
+        plan = MemoryPlan.from_tokens(layout, settings.cache_tokens, max_model_len)
+    else:
+        num_bytes = settings.cache_memory_bytes(device.type, free_memory_bytes(device))
+        plan = MemoryPlan.from_bytes(layout, num_bytes, max_model_len)
+    if plan.num_tokens < max_model_len:
+        _log.warning(
+            "the cache holds %d tokens, less than the model's %d; requests must fit it", plan.num_tokens, max_model_len
+        )
+    return plan
 
 
 def build_runner(
     served: ServedModel, observe_lookup: Callable[[float], None] | None = None
 ) -> tuple[Runner, PrefixCache]:
     """Puts model, page pool and tree together; the pages are allocated here."""
-    spec, plan = served.model.spec, served.plan
-    backend: AttentionBackend[Any] = CPUAttention(
-        spec.num_heads, spec.num_kv_heads, plan.layout.page_size, plan.layout.dtype
-    )
-    pool = PagePool(plan.layout, plan.num_pages, served.device)
+    pool = PagePool(served.plan.layout, served.plan.num_pages, served.device)
     cache = PrefixCache(RadixTree(pool.page_size, LeastRecentlyUsed()), pool, observe_lookup)
-    return Runner(Decoder(spec, served.model.state_dict, backend), pool), cache
+    return Runner(served.decoder, pool), cache
 
 
 def build_engine(served: ServedModel, settings: Settings, metrics: Metrics, publish: Publish) -> Engine:
     """Puts the engine together; its thread is not started yet."""
-    spec, plan = served.model.spec, served.plan
+    plan = served.plan
     runner, cache = build_runner(served, metrics.lookup_seconds.observe)
     return Engine(
         runner=runner,
         cache=cache,
         scheduler=Scheduler(cache, settings.max_num_seqs, settings.batched_tokens(served.device.type)),
-        tokenizer=served.model.tokenizer,
+        tokenizer=served.tokenizer,
         limits=EngineLimits(
             # A request longer than the whole cache could never run, so the cache's size bounds the length, too.
             max_model_len=min(plan.max_model_len, plan.num_tokens),
-            vocab_size=spec.vocab_size,
+            vocab_size=served.decoder.spec.vocab_size,
             page_size=plan.layout.page_size,
             num_pages=plan.num_pages,
             max_queue=settings.max_queue,
@@ -132,14 +151,14 @@ def build_engine(served: ServedModel, settings: Settings, metrics: Metrics, publ
 
 def model_info(served: ServedModel, engine: Engine) -> pb.GetModelInfoResponse:
     """What GetModelInfo answers."""
-    spec, tokenizer, layout = served.model.spec, served.model.tokenizer, served.plan.layout
+    spec, tokenizer, layout = served.decoder.spec, served.tokenizer, served.plan.layout
     return pb.GetModelInfoResponse(
-        model=served.model.name,
+        model=served.name,
         architecture=spec.architecture,
         vocab_size=spec.vocab_size,
         max_model_len=engine.limits.max_model_len,
         eos_token_ids=sorted(tokenizer.eos_token_ids),
-        dtype=str(layout.dtype).removeprefix("torch."),
+        dtype=served.dtype_name,
         device=served.device.type,
         page_size=layout.page_size,
         cache_capacity_tokens=served.plan.num_tokens,
@@ -171,12 +190,15 @@ class Server:
         def publish(items: list[News]) -> None:
             loop.call_soon_threadsafe(dispatch, items)
 
+        metrics.set_build_info(
+            version=__version__, model=served.name, device=served.device.type, dtype=served.dtype_name
+        )
         self.port = 0
         self._settings = settings
         self.engine = build_engine(served, settings, metrics, publish)
         self._health = HealthMonitor(self.engine, settings.stall_timeout_s)
         self._calls = CallInterceptor(metrics)
-        self._servicer = InferenceServicer(self.engine, served.model.tokenizer, model_info(served, self.engine))
+        self._servicer = InferenceServicer(self.engine, served.tokenizer, model_info(served, self.engine))
         self._grpc = build_grpc_server(
             self._servicer,
             self._health,

@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import argparse
 
-from rich.console import Console
-from rich.table import Table
-
 from prefixcache import app
-from prefixcache.commands.display import Progress
+from prefixcache.commands.display import Progress, print_rows
 from prefixcache.config import Settings, add_settings_arguments, load_settings
 from prefixcache.log import setup_logging
 
@@ -30,10 +27,10 @@ def run(args: argparse.Namespace) -> int:
     setup_logging(settings.log_level, settings.log_format)
     with Progress() as progress:
         served = app.load(settings, progress.say)
-    console = Console(highlight=False)
-    console.print(_table("settings", _settings_rows(settings)))
-    console.print()
-    console.print(_table("memory", _memory_rows(served)))
+    print("settings")
+    print_rows(_settings_rows(settings))
+    print("\nmemory")
+    print_rows(_memory_rows(served))
     return 0
 
 
@@ -44,9 +41,8 @@ def _settings_rows(settings: Settings) -> dict[str, str]:
 
 def _memory_rows(served: app.ServedModel) -> dict[str, str]:
     plan, layout = served.plan, served.plan.layout
-    dtype = str(layout.dtype).removeprefix("torch.")
     return {
-        "model": f"{served.model.name} in {dtype} on {served.device}",
+        "model": f"{served.name} in {served.dtype_name} on {served.device}",
         "K/V per token": (
             f"{layout.num_layers} layers x 2 x {layout.num_kv_heads} K/V heads x {layout.head_dim} head dim "
             f"x {layout.dtype.itemsize} bytes = {layout.bytes_per_token:,} bytes"
@@ -56,10 +52,3 @@ def _memory_rows(served: app.ServedModel) -> dict[str, str]:
         "model length": f"{plan.max_model_len:,} tokens",
         "sequences of full length that fit": f"{plan.num_full_sequences:.1f}",
     }
-
-
-def _table(title: str, rows: dict[str, str]) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return table

@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Self
 
 from rich.console import Console
+from rich.table import Table
 
 from prefixcache._pb.prefixcache.v1 import inference_pb2 as pb
+
+WIDE = 1000  # columns, where there is no terminal whose width would be the limit
 
 _log = logging.getLogger(__name__)
 
@@ -20,6 +23,17 @@ def spinner(text: str) -> AbstractContextManager[object]:
     """Shows that something is being waited for, if there is a terminal to show it on."""
     console = Console(stderr=True)
     return console.status(text) if console.is_terminal else nullcontext()
+
+
+def print_rows(rows: Mapping[str, str]) -> None:
+    """Prints names and values in two columns; long values are left whole, so that other programs can read them."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = WIDE
+    console.print(table)
 
 
 class Progress:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import argparse
 
-from rich.console import Console
-from rich.table import Table
-
 from prefixcache.client import Client
+from prefixcache.commands.display import print_rows
 from prefixcache.commands.server_options import add_server_argument
 
 
@@ -36,8 +34,5 @@ def run(args: argparse.Namespace) -> int:
         "K/V per token": f"{info.kv_bytes_per_token:,} bytes",
         "version": info.version,
     }
-    table = Table(show_header=False, box=None, pad_edge=False)
-    for name, value in rows.items():
-        table.add_row(name, value)
-    Console(highlight=False).print(table)
+    print_rows(rows)
     return 0

@@ -6,6 +6,7 @@ import io
 import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import pytest
@@ -97,6 +98,22 @@ def test_info_shows_model_and_cache(run):
     assert exit_code == 0
     assert "LlamaForCausalLM" in out
     assert "2,048 tokens in pages of 16" in out
+
+
+def test_check_config_shows_settings_and_the_memory_plan(model_folder: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = ["--model", str(model_folder), "--cache-tokens", "1000", "--max-model-len", "500", "--dtype", "float32"]
+    assert main(["check-config", *arguments]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "max-model-len 500" in lines
+    assert "port 50051" in lines
+    assert "tokens that fit 1,008 in 63 pages of 16" in lines
+    assert "sequences of full length that fit 2.0" in lines
+    assert any("4 layers x 2 x 2 K/V heads x 16 head dim x 4 bytes = 1,024 bytes" in line for line in lines)
+
+
+def test_a_setting_that_does_not_go_with_the_model_is_a_mistake(model_folder: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["check-config", "--model", str(model_folder), "--max-model-len", "4096"]) == 2
+    assert "max-model-len is 4096, but the model allows 2048" in capsys.readouterr().err
 
 
 def test_the_blocking_client_does_what_the_stubs_do(server: WireServer):

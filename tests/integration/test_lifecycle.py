@@ -25,9 +25,8 @@ from prefixcache.engine.runner import Runner
 from prefixcache.errors import ConfigError
 from prefixcache.local_server import LocalServer
 from prefixcache.metrics import Metrics
-from tests.support.models import VOCAB_SIZE, tiny_model
-from tests.support.tokenizers import byte_level
-from tests.support.wire import WireServer, served_model, wire_server
+from tests.support.models import VOCAB_SIZE
+from tests.support.wire import WireServer, eventually, served_model, wire_server
 
 PROMPT = [(7 * index + 3) % VOCAB_SIZE for index in range(40)]
 LONG: dict[str, Any] = {"token_ids": PROMPT, "temperature": 0.0, "ignore_eos": True}
@@ -74,8 +73,7 @@ async def test_a_drain_turns_away_what_is_new_and_finishes_what_runs():
 async def test_streams_longer_than_the_grace_period_end_as_unavailable():
     async with wire_server(grace_s=0.2) as server, AsyncClient(server.target) as client:
         running = asyncio.create_task(client.complete(max_tokens=1900, **LONG))
-        while server.value("running_sequences") < 1:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+        await eventually(lambda: server.value("running_sequences") == 1)
         server.stopping.set()
         started_at = time.monotonic()
         assert await code_of(running) is grpc.StatusCode.UNAVAILABLE
@@ -101,7 +99,7 @@ async def test_a_stuck_engine_is_seen_and_nobody_waits_for_it(monkeypatch: pytes
         go_on.set()
         await wait_for_health(server, SERVING, 2.0)
         assert (await client.complete(max_tokens=5, **LONG)).usage.completion_tokens == 5
-        assert server.value("pages", state="in_use") == 0
+        await eventually(lambda: server.value("pages", state="in_use") == 0)
 
 
 async def test_an_idle_engine_is_not_stuck():
@@ -165,14 +163,6 @@ async def test_the_exit_code_after_a_failure_is_1(monkeypatch: pytest.MonkeyPatc
 
 
 # --- the process ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    tiny_model("llama-gqa").save_pretrained(folder)
-    byte_level()._chat_tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -14,12 +14,13 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from prefixcache import __version__
 from prefixcache._pb.prefixcache.v1 import inference_pb2 as pb
 from prefixcache._pb.prefixcache.v1 import inference_pb2_grpc as pb_grpc
 from prefixcache.client import AsyncClient, RequestFailed
 from tests.support.models import VOCAB_SIZE, tiny_model
 from tests.support.oracle import Oracle
-from tests.support.wire import WireServer, wire_server
+from tests.support.wire import WireServer, eventually, wire_server
 
 PROMPT = [(7 * index + 3) % VOCAB_SIZE for index in range(40)]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
@@ -35,12 +36,6 @@ async def server() -> AsyncIterator[WireServer]:
 async def client(server: WireServer) -> AsyncIterator[AsyncClient]:
     async with AsyncClient(server.target) as connected:
         yield connected
-
-
-async def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110  # what is looked at tells nobody when it changes
-            await asyncio.sleep(0.005)
 
 
 def expected_tokens(prompt: list[int], num_tokens: int) -> list[int]:
@@ -287,6 +282,30 @@ async def test_a_full_queue_pushes_back():
         await running.aclose()
         for reply in await asyncio.gather(*queued):
             assert reply.usage.completion_tokens == 1
+
+
+# --- figures -------------------------------------------------------------------------------------------------------
+
+
+async def test_counters_agree_with_what_the_replies_said(server: WireServer, client: AsyncClient):
+    three_pages = PROMPT[:8] + PROMPT
+    longer = three_pages + list(range(100, 130))
+    replies = [
+        await client.complete(token_ids=prompt, max_tokens=6, n=n, **GREEDY)
+        for prompt, n in ((three_pages, 1), (three_pages, 1), (longer, 1), (three_pages, 3))
+    ]
+    usages = [reply.usage for reply in replies]
+    assert [usage.cached_tokens for usage in usages] == [0, 47, 48, 47]
+    assert server.value("prompt_tokens_total") == sum(usage.prompt_tokens for usage in usages)
+    assert server.value("cached_tokens_total", tier="device") == sum(usage.cached_tokens for usage in usages)
+    assert server.value("generated_tokens_total") == sum(usage.completion_tokens for usage in usages)
+    assert server.value("prefilled_tokens_total") == 48 + 30
+    assert server.value("requests_total", outcome="ok") == 4
+    assert [server.value("ttft_seconds_count", hit=hit) for hit in ("cold", "partial", "full")] == [1, 1, 2]
+    assert server.value("lookup_seconds_count") >= 4
+    assert server.value("build_info", version=__version__, model="tiny", device="cpu", dtype="float32") == 1
+    await eventually(lambda: server.value("pages", state="in_use") == 0)
+    assert server.value("pages", state="free") + server.value("pages", state="cached") == 4096 // 16
 
 
 # --- names and logs ------------------------------------------------------------------------------------------------

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from prefixcache.app import ServedModel, Server, plan_memory
+from prefixcache.app import ServedModel, Server, prepare
 from prefixcache.config import Settings
 from prefixcache.metrics import Metrics
 from prefixcache.model.families import spec_from_config
 from prefixcache.model.loader import LoadedModel
 from tests.support.models import tiny_model
 from tests.support.tokenizers import byte_level
-
-CPU = torch.device("cpu")
 
 
 class WireServer:
@@ -87,4 +85,11 @@ def served_model(settings: Settings, max_model_len: int | None = None) -> Served
     spec = spec_from_config(model.config)
     spec = replace(spec, max_model_len=max_model_len or spec.max_model_len)
     loaded = LoadedModel("tiny", spec, dict(model.state_dict()), byte_level())
-    return ServedModel(loaded, CPU, plan_memory(settings, loaded, torch.float32, CPU))
+    return prepare(loaded, settings, torch.float32)
+
+
+async def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    """Waits until something is so, and fails if that takes too long."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110  # what is looked at tells nobody when it changes
+            await asyncio.sleep(0.005)
