@@ -234,8 +234,8 @@ async def test_cancelling_a_stream_stops_the_work(server: WireServer, client: As
     num_generated = server.value("generated_tokens_total")
     await asyncio.sleep(0.1)
     assert server.value("generated_tokens_total") == num_generated < 1000
-    assert server.value("running_sequences") == 0
-    assert server.value("pages", state="in_use") == 0
+    await eventually(lambda: server.value("running_sequences") == 0)
+    await eventually(lambda: server.value("pages", state="in_use") == 0)
     assert server.value("requests_total", outcome="cancelled") == 1
 
 

@@ -33,6 +33,10 @@ class InferenceStub:
     (the queue is full; trailing metadata `grpc-retry-pushback-ms` says when to try again), UNAVAILABLE (the server is
     starting, stopping or stuck; another replica may answer), INTERNAL (a fault of the server), CANCELLED and
     DEADLINE_EXCEEDED as usual. Trailing metadata `x-request-id` names the request in the server's log.
+
+    Transport: a message above the server's limit (16 MiB unless set otherwise) is refused by gRPC itself, with
+    RESOURCE_EXHAUSTED and both sizes. Answers of Generate come in messages that a client with gRPC's default limit of
+    4 MiB can read. Keepalive pings every 10 s or slower are welcome, also between calls.
     """
 
     def __init__(self, channel):
@@ -76,6 +80,10 @@ class InferenceServicer:
     (the queue is full; trailing metadata `grpc-retry-pushback-ms` says when to try again), UNAVAILABLE (the server is
     starting, stopping or stuck; another replica may answer), INTERNAL (a fault of the server), CANCELLED and
     DEADLINE_EXCEEDED as usual. Trailing metadata `x-request-id` names the request in the server's log.
+
+    Transport: a message above the server's limit (16 MiB unless set otherwise) is refused by gRPC itself, with
+    RESOURCE_EXHAUSTED and both sizes. Answers of Generate come in messages that a client with gRPC's default limit of
+    4 MiB can read. Keepalive pings every 10 s or slower are welcome, also between calls.
     """
 
     def Generate(self, request, context):
@@ -157,6 +165,10 @@ class Inference:
     (the queue is full; trailing metadata `grpc-retry-pushback-ms` says when to try again), UNAVAILABLE (the server is
     starting, stopping or stuck; another replica may answer), INTERNAL (a fault of the server), CANCELLED and
     DEADLINE_EXCEEDED as usual. Trailing metadata `x-request-id` names the request in the server's log.
+
+    Transport: a message above the server's limit (16 MiB unless set otherwise) is refused by gRPC itself, with
+    RESOURCE_EXHAUSTED and both sizes. Answers of Generate come in messages that a client with gRPC's default limit of
+    4 MiB can read. Keepalive pings every 10 s or slower are welcome, also between calls.
     """
 
     @staticmethod

@@ -38,6 +38,10 @@ class InferenceStub:
     (the queue is full; trailing metadata `grpc-retry-pushback-ms` says when to try again), UNAVAILABLE (the server is
     starting, stopping or stuck; another replica may answer), INTERNAL (a fault of the server), CANCELLED and
     DEADLINE_EXCEEDED as usual. Trailing metadata `x-request-id` names the request in the server's log.
+
+    Transport: a message above the server's limit (16 MiB unless set otherwise) is refused by gRPC itself, with
+    RESOURCE_EXHAUSTED and both sizes. Answers of Generate come in messages that a client with gRPC's default limit of
+    4 MiB can read. Keepalive pings every 10 s or slower are welcome, also between calls.
     """
 
     @_typing.overload
@@ -64,6 +68,10 @@ class InferenceAsyncStub(InferenceStub):
     (the queue is full; trailing metadata `grpc-retry-pushback-ms` says when to try again), UNAVAILABLE (the server is
     starting, stopping or stuck; another replica may answer), INTERNAL (a fault of the server), CANCELLED and
     DEADLINE_EXCEEDED as usual. Trailing metadata `x-request-id` names the request in the server's log.
+
+    Transport: a message above the server's limit (16 MiB unless set otherwise) is refused by gRPC itself, with
+    RESOURCE_EXHAUSTED and both sizes. Answers of Generate come in messages that a client with gRPC's default limit of
+    4 MiB can read. Keepalive pings every 10 s or slower are welcome, also between calls.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -86,6 +94,10 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
     (the queue is full; trailing metadata `grpc-retry-pushback-ms` says when to try again), UNAVAILABLE (the server is
     starting, stopping or stuck; another replica may answer), INTERNAL (a fault of the server), CANCELLED and
     DEADLINE_EXCEEDED as usual. Trailing metadata `x-request-id` names the request in the server's log.
+
+    Transport: a message above the server's limit (16 MiB unless set otherwise) is refused by gRPC itself, with
+    RESOURCE_EXHAUSTED and both sizes. Answers of Generate come in messages that a client with gRPC's default limit of
+    4 MiB can read. Keepalive pings every 10 s or slower are welcome, also between calls.
     """
 
     @_abc_1.abstractmethod
