@@ -17,20 +17,12 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
-from typing import NamedTuple
 
 from xxhash import xxh3_128_digest
 
 from prefixcache.framing import framed
 from prefixcache.request import Namespace
-from prefixcache.tree.node import BYTES_PER_TOKEN
-
-
-class PageDigest(NamedTuple):
-    """What names one page: `key` (16 bytes) finds it in a store, `proof` (32 bytes) shows that it is the right one."""
-
-    key: bytes
-    proof: bytes
+from prefixcache.tree.node import BYTES_PER_TOKEN, PageDigest
 
 
 class DigestChain:

@@ -14,13 +14,20 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from sortedcontainers import SortedDict
 
 from prefixcache.request import Namespace
 
 BYTES_PER_TOKEN = 4
+
+
+class PageDigest(NamedTuple):
+    """What names one page: `key` (16 bytes) finds it in a store, `proof` (32 bytes) shows that it is the right one."""
+
+    key: bytes
+    proof: bytes
 
 
 def token_key(token_ids: Sequence[int]) -> bytes:
@@ -53,6 +60,7 @@ class Node:
         pins: How many leases use this node or one below it (I2).
         last_used: Logical time of the last use; never younger than a child's.
         final_states: Offset into `key`, in tokens -> the model's final state for the prompt that ends there.
+        digests: What names each whole page outside the process; empty where no tier lies below the device.
     """
 
     parent: Node | None
@@ -62,6 +70,7 @@ class Node:
     pins: int = 0
     last_used: int = 0
     final_states: dict[int, Any] = field(default_factory=dict)
+    digests: list[PageDigest] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

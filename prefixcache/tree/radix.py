@@ -11,7 +11,7 @@ from typing import Any
 
 from prefixcache.request import Namespace
 from prefixcache.tree.eviction import EvictionPolicy
-from prefixcache.tree.node import BYTES_PER_TOKEN, Node, Root, common_prefix_bytes
+from prefixcache.tree.node import BYTES_PER_TOKEN, Node, PageDigest, Root, common_prefix_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,14 @@ class Match:
     source_page: int = 0
     num_partial_tokens: int = 0
     final_state: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """Pages that left the tree, and what names them elsewhere (nothing for a partial page)."""
+
+    pages: list[int]
+    digests: list[PageDigest]
 
 
 class RadixTree:
@@ -172,16 +180,20 @@ class RadixTree:
             pins=node.pins,
             last_used=node.last_used,
             final_states={offset: state for offset, state in states.items() if offset <= cut_tokens},
+            digests=node.digests[:num_pages],
         )
         parent.add_child(upper, self._page_bytes)  # same first page: takes the place of `node`
         node.parent, node.key, node.pages = upper, node.key[cut:], node.pages[num_pages:]
+        node.digests = node.digests[num_pages:]
         node.final_states = {offset - cut_tokens: state for offset, state in states.items() if offset > cut_tokens}
         upper.add_child(node, self._page_bytes)
         self.num_nodes += 1
         return upper
 
-    def extend(self, node: Node, key: bytes, pages: list[int]) -> tuple[Node, list[int]]:
-        """Publish whole `pages`, holding the tokens `key`, below the pinned `node`.
+    def extend(
+        self, node: Node, key: bytes, pages: list[int], digests: list[PageDigest]
+    ) -> tuple[Node, list[int]]:
+        """Publish whole `pages`, holding the tokens `key` and named by `digests`, below the pinned `node`.
 
         No child of `node` may match a whole page of `key` yet; the caller has looked.
         `node` itself grows where the caller's pin is the only one and nothing hangs below, so that a prompt that is
@@ -198,8 +210,9 @@ class RadixTree:
             node.final_states |= {node.num_tokens + offset: state for offset, state in states.items()}
             node.key += key
             node.pages += pages
+            node.digests += digests
             return node, freed
-        child = Node(node, key, pages, pins=1, last_used=node.last_used, final_states=states)
+        child = Node(node, key, pages, pins=1, last_used=node.last_used, final_states=states, digests=digests)
         node.add_child(child, self._page_bytes)
         self.num_nodes += 1
         return child, freed
@@ -238,21 +251,23 @@ class RadixTree:
 
     # --- shrinking ---------------------------------------------------------------------------------------------
 
-    def evict(self, num_pages: int) -> list[int]:
+    def evict(self, num_pages: int) -> list[Evicted]:
         """Give up at least `num_pages` pages if there are that many unpinned ones, tails before heads (I6).
 
         Returns:
-            The freed page ids; fewer than asked for where everything else is in use.
+            What was given up, in that order; fewer pages than asked for where everything else is in use.
         """
-        freed: list[int] = []
-        while len(freed) < num_pages and (node := self._policy.victim()) is not None:
-            missing = num_pages - len(freed)
+        evicted: list[Evicted] = []
+        num_evicted = 0
+        while num_evicted < num_pages and (node := self._policy.victim()) is not None:
+            missing = num_pages - num_evicted
             if missing < len(node.pages):
-                freed += self._cut_tail(node, missing)
+                evicted.append(self._cut_tail(node, missing))
             else:
-                freed += node.pages
+                evicted.append(Evicted(node.pages, node.digests))
                 self._remove(node)
-        return freed
+            num_evicted += len(evicted[-1].pages)
+        return evicted
 
     def drop(self, namespace: Namespace) -> list[int]:
         """Forget every unpinned node of a namespace and return the freed page ids."""
@@ -265,15 +280,15 @@ class RadixTree:
                     self._remove(node)
         return freed
 
-    def _cut_tail(self, node: Node, num_pages: int) -> list[int]:
+    def _cut_tail(self, node: Node, num_pages: int) -> Evicted:
         self.version += 1
         keep = len(node.pages) - num_pages
-        freed = node.pages[keep:]
-        node.pages = node.pages[:keep]
+        evicted = Evicted(node.pages[keep:], node.digests[keep:])
+        node.pages, node.digests = node.pages[:keep], node.digests[:keep]
         node.key = node.key[: keep * self._page_bytes]
         node.final_states = {offset: s for offset, s in node.final_states.items() if offset <= node.num_tokens}
         self.num_pages -= num_pages
-        return freed
+        return evicted
 
     def _remove(self, node: Node) -> None:
         parent = node.parent
@@ -332,6 +347,7 @@ class RadixTree:
             assert not children, "a partial leaf with children"
             assert node.pins == 0, "a pinned partial leaf"
         assert len(node.pages) == whole + bool(rest)
+        assert len(node.digests) in {0, whole}
         assert all(0 < offset <= node.num_tokens for offset in node.final_states)
 
 

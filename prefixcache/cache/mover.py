@@ -1,0 +1,410 @@
+"""TierMover: everything that is on its way between the device and the tiers below it.
+
+    engine thread                                   store thread
+    search ────────── keys ──────────────────────▶  count_leading, tier by tier
+           ◀───────── runs ───────────────────────
+    start_load ────── pages, from the back ──────▶  read ▶ verify (I7) ▶ into the lease's private pages
+           ◀───────── low water mark ─────────────
+    save ──────────── pinned pages ──────────────▶  copy ▶ seal ▶ write to each store
+           ◀───────── unpin ──────────────────────
+
+The store thread touches page memory only: pages that a lease owns alone, or published ones that a pin keeps as they
+are (I5). Tree, leases and pools are changed on the engine thread, by the messages that come back through `post`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from prefixcache.cache.planner import PrefillEstimate, TransferEstimate, meeting_page, remaining_seconds
+from prefixcache.cache.tiers import Load, Search, TierRun
+from prefixcache.kv.codec import Mismatch, PageCodec, PageIdentity
+from prefixcache.kv.transfer import PageBuffer, PageTransfer
+from prefixcache.request import Namespace, Tier
+from prefixcache.store.base import PageStore, StoreError, Value
+from prefixcache.store.worker import StoreWorker
+from prefixcache.tree.hashing import DigestChain, PageDigest, little_endian
+from prefixcache.tree.lease import Lease
+from prefixcache.tree.node import BYTES_PER_TOKEN
+
+log = logging.getLogger(__name__)
+
+Post = Callable[[Callable[[], None]], None]
+
+# Values read or written in one call: large enough for a store's full speed, small enough to change one's mind between.
+BATCH_BYTES = 8 * 2**20
+# Pages that may wait to be written; more are not saved, and counted.
+MAX_PENDING_PAGES = 4096
+# Keys remembered as written, so that they are not written again: 100,000 pages are 1.6 million tokens.
+MAX_REMEMBERED_KEYS = 100_000
+# What a skipped look-up takes off a tier's latency estimate, so that a tier that recovers is tried again.
+FORGETTING = 0.97
+
+
+class TierEvents(Protocol):
+    """Told what happens, for metrics. Any thread."""
+
+    def missed(self, tier: Tier, reason: str, num_pages: int) -> None: ...
+
+    def loaded(self, tier: Tier, num_bytes: int, seconds: float) -> None: ...
+
+    def saved(self, tier: Tier, num_bytes: int, seconds: float) -> None: ...
+
+    def not_saved(self, tier: Tier, reason: str, num_pages: int) -> None: ...
+
+    def predicted(self, tier: Tier, expected_s: float, actual_s: float) -> None: ...
+
+
+@dataclass(slots=True)
+class StoreTier:
+    """One store below the device, and what has been learned about its speed."""
+
+    tier: Tier
+    store: PageStore
+    estimate: TransferEstimate
+
+
+class TierMover:
+    """Searches, loads and saves pages. Engine thread only, but for what says "Store thread".
+
+    Args:
+        tiers: Stores below the device, quickest first.
+        worker: The thread that they live on.
+        transfer: Copies between the pool and bytes.
+        codec: Seals and verifies stored values.
+        fingerprint: Names the model and the layout of its K/V; part of every page's digest.
+        page_size: Tokens in a page.
+        post: Runs a callable on the engine thread, soon.
+        events: Told for metrics.
+    """
+
+    def __init__(
+        self,
+        tiers: list[StoreTier],
+        worker: StoreWorker,
+        transfer: PageTransfer,
+        codec: PageCodec,
+        fingerprint: bytes,
+        page_size: int,
+        post: Post,
+        events: TierEvents,
+    ) -> None:
+        self.prefill = PrefillEstimate()
+        self._tiers = tiers
+        self._by_tier = {tier.tier: tier for tier in tiers}
+        self._worker = worker
+        self._transfer = transfer
+        self._codec = codec
+        self._fingerprint = fingerprint
+        self._page_size = page_size
+        self._post = post
+        self._events = events
+        self._page_bytes = codec.header_bytes + codec.payload_bytes
+        self._batch_pages = max(1, BATCH_BYTES // self._page_bytes)
+        self._num_pending_pages = 0
+        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._save_buffer: PageBuffer | None = None
+        self._save_turn = asyncio.Lock()
+
+    # --- names -------------------------------------------------------------------------------------------------
+
+    def chain(self, namespace: Namespace) -> DigestChain:
+        """Start the digests of a sequence."""
+        return DigestChain(self._fingerprint, namespace, self._page_size)
+
+    def _identities(self, chain: DigestChain, key: bytes, start: int, end: int) -> list[PageIdentity]:
+        size = self._page_size * BYTES_PER_TOKEN
+        tokens = little_endian(key[start * size : end * size])
+        return [
+            PageIdentity(chain.namespace_digest, digest.key, digest.proof, tokens[at : at + size])
+            for digest, at in zip(chain.digests[start:end], range(0, len(tokens), size), strict=True)
+        ]
+
+    # --- search ------------------------------------------------------------------------------------------------
+
+    def search(self, namespace: Namespace, key: bytes, num_known_tokens: int) -> Search | None:
+        """Ask the tiers for the pages of `key` behind the known ones; None where asking cannot pay.
+
+        The last token is never asked for: it must be run to have something to sample from.
+        """
+        num_tokens = len(key) // BYTES_PER_TOKEN
+        start, end = num_known_tokens // self._page_size, (num_tokens - 1) // self._page_size
+        if start >= end:
+            return None
+        compute_s = self.prefill.seconds(num_tokens - num_known_tokens, num_known_tokens)
+        asked = [tier for tier in self._tiers if not compute_s or tier.estimate.latency_s < compute_s]
+        for tier in self._tiers:
+            if tier not in asked:
+                tier.estimate.latency_s *= FORGETTING
+                self._events.missed(tier.tier, "slower", end - start)
+        if not asked:
+            return None
+        chain = self.chain(namespace)
+        chain.extend(key[: end * self._page_size * BYTES_PER_TOKEN])
+        search = Search(chain)
+        self._start(self._find(search, asked, [digest.key for digest in chain.digests[start:]], start))
+        return search
+
+    async def _find(self, search: Search, tiers: list[StoreTier], keys: list[bytes], start: int) -> None:
+        """Ask each tier how far it goes on from where the one before it ends. Store thread."""
+        runs: list[TierRun] = []
+        num_found = 0
+        for tier in tiers:
+            started_s = time.monotonic()
+            try:
+                count = await tier.store.count_leading(keys[num_found:]) if num_found < len(keys) else 0
+            except StoreError as error:
+                self._events.missed(tier.tier, error.kind, len(keys) - num_found)
+                count = 0
+            seconds = time.monotonic() - started_s
+            self._post(lambda tier=tier, seconds=seconds: tier.estimate.observe_latency(seconds))  # type: ignore[misc]
+            if count:
+                runs.append(TierRun(tier.tier, start + num_found, start + num_found + count))
+                num_found += count
+        if num_found < len(keys):
+            self._events.missed(tiers[-1].tier, "absent", len(keys) - num_found)
+
+        def answer() -> None:
+            search.runs = runs
+            for key in keys[num_found:]:  # whatever was written is gone: worth writing again
+                self._known.pop(key, None)
+
+        self._post(answer)
+
+    # --- load --------------------------------------------------------------------------------------------------
+
+    def start_load(self, search: Search, lease: Lease, key: bytes, num_known_tokens: int) -> Load | None:
+        """Start to load what the tiers have beyond the known tokens; None where computing it is quicker.
+
+        Loads at most what the planner expects to be left when the computation, starting now at the known tokens,
+        would meet it.
+        """
+        start = num_known_tokens // self._page_size
+        runs = [TierRun(run.tier, max(run.start, start), run.end) for run in search.runs or [] if run.end > start]
+        if not runs:
+            return None
+        end = runs[-1].end
+        num_bytes = {run.tier: (run.end - run.start) * self._page_bytes for run in runs}
+        expected_s = sum(self._by_tier[tier].estimate.seconds(count) for tier, count in num_bytes.items())
+        latency_s = max(self._by_tier[run.tier].estimate.latency_s for run in runs)
+        meet = meeting_page(self.prefill, start, end, self._page_size, expected_s / (end - start), latency_s)
+        if meet >= end:
+            for run in runs:
+                self._events.missed(run.tier, "slower", run.end - run.start)
+            return None
+        load = Load(runs, time.monotonic(), low=end, floor=start, expected_s=expected_s)
+        identities = self._identities(search.chain, key, start, end)
+        self._start(self._load(load, identities, lease.page_table[start:end], self._transfer.fence()))
+        return load
+
+    def computable_tokens(self, load: Load, num_computed_tokens: int) -> int | None:
+        """Tell how many tokens are worth computing from the front now; None for no limit.
+
+        0 means that the load will be there sooner than anything that could be computed meanwhile.
+        """
+        if load.is_done:
+            return None
+        total = (load.end - load.start) * self._page_bytes
+        loaded = (load.end - load.low) * self._page_bytes
+        slowest = max((self._by_tier[run.tier].estimate for run in load.runs), key=lambda e: e.seconds_per_byte)
+        left_s = remaining_seconds(slowest, total, loaded, time.monotonic() - load.started_s)
+        start = num_computed_tokens // self._page_size
+        if start >= load.low:
+            return None
+        seconds_per_page = left_s / (load.low - load.start) if load.low > load.start else 0.0
+        meet = meeting_page(self.prefill, start, load.low, self._page_size, seconds_per_page, 0.0)
+        return max(0, meet * self._page_size - num_computed_tokens) if meet > start else 0
+
+    def abandon(self, load: Load) -> None:
+        """Stop as soon as the store thread looks up; its pages stay out of bounds until `is_done`."""
+        load.floor = load.end
+
+    async def _load(
+        self, load: Load, identities: list[PageIdentity], pages: list[int], fence: torch.cuda.Event | None
+    ) -> None:
+        """Load from the back, a batch ahead of what is being verified. Store thread."""
+        try:
+            for run in reversed(load.runs):
+                if not await self._load_run(load, run, identities, pages, fence):
+                    break
+        finally:
+            self._post(lambda: self._finish_load(load))
+
+    async def _load_run(
+        self,
+        load: Load,
+        run: TierRun,
+        identities: list[PageIdentity],
+        pages: list[int],
+        fence: torch.cuda.Event | None,
+    ) -> bool:
+        """Load one tier's pages; False where something was missing, wrong, or no longer wanted. Store thread."""
+        store, first = self._by_tier[run.tier].store, load.start
+        batches = [(max(run.start, high - self._batch_pages), high) for high in range(run.end, run.start, -self._batch_pages)]
+        started_s = time.monotonic()
+        reading = self._read(store, identities[batches[0][0] - first : batches[0][1] - first])
+        for index, (low, high) in enumerate(batches):
+            try:
+                values = await reading
+            except StoreError as error:
+                self._events.missed(run.tier, error.kind, high - run.start)
+                return False
+            following = batches[index + 1] if index + 1 < len(batches) else None
+            if following is not None and following[1] > load.floor:
+                reading = self._read(store, identities[following[0] - first : following[1] - first])
+            num_good = await self._place(store, run.tier, values, identities[low - first : high - first], pages[low - first : high - first], fence)
+            now_s = time.monotonic()
+            self._report(load, run.tier, high - num_good, num_good, now_s - started_s)
+            started_s = now_s
+            if num_good < high - low:
+                return False
+            if following is not None and following[1] <= load.floor:
+                self._events.missed(run.tier, "abandoned", following[1] - run.start)
+                return False
+        return True
+
+    def _read(self, store: PageStore, identities: list[PageIdentity]) -> asyncio.Task[list[Value | None]]:
+        return asyncio.ensure_future(store.read([identity.key for identity in identities]))  # type: ignore[arg-type]
+
+    async def _place(
+        self,
+        store: PageStore,
+        tier: Tier,
+        values: list[Value | None],
+        identities: list[PageIdentity],
+        pages: list[int],
+        fence: torch.cuda.Event | None,
+    ) -> int:
+        """Verify a batch from its end and copy what is sound; return how many pages that is. Store thread."""
+        payloads: list[memoryview] = []
+        for value, identity in zip(reversed(values), reversed(identities), strict=True):
+            payload = None if value is None else self._codec.verify(value, identity)
+            if isinstance(payload, memoryview):
+                payloads.append(payload)
+                continue
+            self._events.missed(tier, "absent" if payload is None else payload.value, 1)
+            if isinstance(payload, Mismatch) and payload.is_corrupt:
+                await self._delete(store, identity.key)
+            break
+        if payloads:
+            targets = pages[len(pages) - len(payloads) :]
+            self._transfer.payloads_to_pages(payloads[::-1], targets, fence)
+        return len(payloads)
+
+    async def _delete(self, store: PageStore, key: bytes) -> None:
+        try:
+            await store.delete([key])
+        except StoreError as error:
+            log.debug("a corrupt value could not be deleted: %s", error.kind)
+
+    def _report(self, load: Load, tier: Tier, low: int, num_pages: int, seconds: float) -> None:
+        """Tell the engine thread what has arrived. Store thread."""
+        num_bytes = num_pages * self._page_bytes
+
+        def advance() -> None:
+            load.low = low
+            load.loaded_pages[tier] = load.loaded_pages.get(tier, 0) + num_pages
+            if num_pages:
+                self._by_tier[tier].estimate.observe(num_bytes, seconds)
+
+        self._events.loaded(tier, num_bytes, seconds)
+        self._post(advance)
+
+    def _finish_load(self, load: Load) -> None:
+        load.is_done = True
+        if load.low == load.start:
+            self._events.predicted(load.runs[-1].tier, load.expected_s, time.monotonic() - load.started_s)
+
+    # --- save --------------------------------------------------------------------------------------------------
+
+    def save(self, chain: DigestChain, key: bytes, start: int, pages: list[int], unpin: Callable[[], None]) -> None:
+        """Write published pages to every store, in the background; `unpin` is called when they have been read.
+
+        Pages that were saved before, or that find the queue full, are left out.
+        """
+        end = start + len(pages)
+        fresh = [i for i in range(start, end) if chain.digests[i].key not in self._known]
+        if fresh and self._num_pending_pages + len(fresh) > MAX_PENDING_PAGES:
+            for tier in self._tiers:
+                self._events.not_saved(tier.tier, "queue_full", len(fresh))
+            fresh = []
+        if not fresh:
+            unpin()
+            return
+        identities = self._identities(chain, key, start, end)
+        self._num_pending_pages += len(fresh)
+        self.remember(chain.digests[i] for i in fresh)
+        job = [(identities[i - start], pages[i - start]) for i in fresh]
+        self._start(self._save(job, self._transfer.fence(), unpin))
+
+    def remember(self, digests: Any) -> None:
+        """Note pages that the stores have, or are about to have."""
+        for digest in digests:
+            self._known[digest.key] = None
+        while len(self._known) > MAX_REMEMBERED_KEYS:
+            self._known.popitem(last=False)
+
+    async def _save(
+        self, job: list[tuple[PageIdentity, int]], fence: torch.cuda.Event | None, unpin: Callable[[], None]
+    ) -> None:
+        """Copy, seal and write, a buffer at a time; jobs one after another. Store thread."""
+        try:
+            async with self._save_turn:
+                if self._save_buffer is None:
+                    self._save_buffer = self._transfer.new_buffer(self._batch_pages, self._codec.header_bytes)
+                for start in range(0, len(job), self._batch_pages):
+                    await self._save_batch(job[start : start + self._batch_pages], self._save_buffer, fence)
+        finally:
+            self._post(lambda: self._finish_save(len(job), unpin))
+
+    async def _save_batch(
+        self, batch: list[tuple[PageIdentity, int]], buffer: PageBuffer, fence: torch.cuda.Event | None
+    ) -> None:
+        self._transfer.pages_to_buffer([page for _, page in batch], buffer, fence)
+        entries: list[tuple[bytes, Value]] = []
+        for index, (identity, _) in enumerate(batch):
+            value = buffer.value(index)
+            self._codec.seal(value, identity)
+            entries.append((identity.key, value))
+        for tier in self._tiers:
+            started_s = time.monotonic()
+            try:
+                await tier.store.write(entries)
+            except StoreError as error:
+                self._events.not_saved(tier.tier, error.kind, len(entries))
+                self._post(lambda: self._forget([key for key, _ in entries]))
+            else:
+                self._events.saved(tier.tier, len(entries) * self._page_bytes, time.monotonic() - started_s)
+
+    def _forget(self, keys: list[bytes]) -> None:
+        for key in keys:
+            self._known.pop(key, None)
+
+    def _finish_save(self, num_pages: int, unpin: Callable[[], None]) -> None:
+        self._num_pending_pages -= num_pages
+        unpin()
+
+    # --- running -----------------------------------------------------------------------------------------------
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        self._worker.run(work).add_done_callback(_log_failure)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until what is queued for writing is written; False where that took too long. Not the engine thread."""
+        deadline_s = time.monotonic() + timeout_s
+        while self._num_pending_pages and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        return self._num_pending_pages == 0
+
+
+def _log_failure(future: Any) -> None:
+    if not future.cancelled() and (error := future.exception()) is not None:
+        log.error("the store thread met an unexpected error", exc_info=error)

@@ -1,0 +1,135 @@
+"""Load or recompute? Online estimates of both, and the page at which the two should meet.
+
+    pages     known │ computed from the front ──▶      ◀── loaded from the back │ new
+              0    start                      meet                              end
+
+Computing from the front while the tail loads from the back is the idea of Cake (arXiv 2410.03065): whichever is
+quicker does more of the work, and a load that falls behind simply meets the computation later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+# Steps remembered for the prefill estimate: enough to see different lengths, few enough to follow a change.
+NUM_STEPS = 64
+# Weight of a new transfer in its tier's estimate.
+SMOOTHING = 0.3
+# A load whose time is up by this factor is no longer believed: what is left is taken to need as long again.
+PATIENCE = 1.25
+
+
+class PrefillEstimate:
+    """Seconds that a step takes: a fixed part, a part a token, and a part a (query, key) pair for attention.
+
+    Fitted by least squares to the last steps that were really run. Engine thread only.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[float, float, float]] = deque(maxlen=NUM_STEPS)
+        self._weights: tuple[float, float, float] | None = None
+
+    def observe(self, num_tokens: int, pairs: float, seconds: float) -> None:
+        """Note one step: its new tokens, the (query, key) pairs they attended to, and how long it took."""
+        self._steps.append((num_tokens, pairs, seconds))
+        self._weights = None
+
+    def seconds(self, num_tokens: int, context_len: int) -> float:
+        """Estimate a prefill of `num_tokens` behind `context_len` tokens; 0 while nothing has been measured."""
+        if num_tokens <= 0 or not self._steps:
+            return 0.0
+        if self._weights is None:
+            self._weights = self._fit()
+        fixed, per_token, per_pair = self._weights
+        return fixed + per_token * num_tokens + per_pair * attention_pairs(num_tokens, context_len)
+
+    def _fit(self) -> tuple[float, float, float]:
+        steps = np.array(self._steps)
+        seconds = steps[:, 2]
+        features = np.column_stack((np.ones(len(steps)), steps[:, 0], steps[:, 1]))
+        # every row divided by its own time: relative errors count, so short steps are not drowned by long ones
+        solution, *_ = np.linalg.lstsq(features / seconds[:, None], np.ones(len(steps)), rcond=None)
+        if len(steps) < 3 or (solution < 0).any():  # too little variety to tell the parts apart: all of it a token
+            return 0.0, float(seconds.sum() / steps[:, 0].sum()), 0.0
+        fixed, per_token, per_pair = solution.tolist()
+        return fixed, per_token, per_pair
+
+
+def attention_pairs(num_tokens: int, context_len: int) -> float:
+    """Count the (query, key) pairs of `num_tokens` new tokens behind `context_len` others."""
+    return num_tokens * (context_len + (num_tokens + 1) / 2)
+
+
+@dataclass(slots=True)
+class TransferEstimate:
+    """Seconds that a tier takes to bring bytes to the device: a latency, and a part a byte.
+
+    The starting values are modest guesses; the first transfers replace them.
+    """
+
+    latency_s: float
+    seconds_per_byte: float
+    num_observed: int = 0
+
+    def observe(self, num_bytes: int, seconds: float) -> None:
+        """Note one finished transfer."""
+        rate = max(seconds - self.latency_s, 0.1 * seconds) / num_bytes
+        weight = 1.0 if self.num_observed == 0 else SMOOTHING
+        self.seconds_per_byte += weight * (rate - self.seconds_per_byte)
+        self.num_observed += 1
+
+    def observe_latency(self, seconds: float) -> None:
+        """Note one round trip that carried next to nothing."""
+        self.latency_s += SMOOTHING * (seconds - self.latency_s)
+
+    def seconds(self, num_bytes: float) -> float:
+        return self.latency_s + self.seconds_per_byte * num_bytes if num_bytes > 0 else 0.0
+
+
+def remaining_seconds(estimate: TransferEstimate, total_bytes: int, loaded_bytes: int, elapsed_s: float) -> float:
+    """Estimate what is left of a running load, from its estimate while it keeps to it and from its own pace after.
+
+    A load that has shown nothing by the time it should be done is taken to need as long again, and so on: the longer
+    it is silent, the less is expected of it.
+    """
+    if loaded_bytes >= total_bytes:
+        return 0.0
+    expected_s = estimate.seconds(total_bytes)
+    left_s = estimate.seconds_per_byte * (total_bytes - loaded_bytes)
+    if loaded_bytes:
+        own_pace_s = elapsed_s / loaded_bytes * (total_bytes - loaded_bytes)
+        return max(left_s, own_pace_s) if elapsed_s > expected_s * loaded_bytes / total_bytes else left_s
+    if elapsed_s <= PATIENCE * expected_s:
+        return max(expected_s - elapsed_s, left_s * 0.1)
+    return elapsed_s
+
+
+def meeting_page(
+    prefill: PrefillEstimate, start_page: int, end_page: int, page_size: int, seconds_per_page: float, latency_s: float
+) -> int:
+    """Choose how far to compute from the front, so that load and computation end together.
+
+    Returns:
+        A page in [start_page, end_page]: pages before it are computed, those from it on are loaded. `end_page` means
+        that loading does not pay at all, `start_page` that everything is best loaded.
+    """
+    context_len = start_page * page_size
+
+    def compute_s(page: int) -> float:
+        return prefill.seconds((page - start_page) * page_size, context_len)
+
+    def load_s(page: int) -> float:
+        return latency_s + (end_page - page) * seconds_per_page if page < end_page else 0.0
+
+    low, high = start_page, end_page  # the first page at which computing up to it takes longer than loading the rest
+    while low < high:
+        middle = (low + high) // 2
+        if compute_s(middle) >= load_s(middle):
+            high = middle
+        else:
+            low = middle + 1
+    best = min((low, max(low - 1, start_page), end_page), key=lambda page: max(compute_s(page), load_s(page)))
+    return best
