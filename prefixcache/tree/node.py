@@ -65,10 +65,6 @@ class Node:
     final_states: dict[tuple[int, bytes], Any] = field(default_factory=dict)
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.key) // BYTES_PER_TOKEN
-
-    @property
     def is_evictable(self) -> bool:
         """Whether this node may go now: a leaf that no lease uses, and not a root (I6)."""
         return not self.children and self.pins == 0 and self.parent is not None
