@@ -13,7 +13,6 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -28,8 +27,7 @@ from prefixcache.errors import ConfigError, NotServing
 from prefixcache.kv.layout import KVLayout, MemoryPlan
 from prefixcache.kv.page_pool import PagePool
 from prefixcache.metrics import Metrics, MetricsServer, serve_metrics
-from prefixcache.model.attention.base import AttentionBackend
-from prefixcache.model.attention.cpu import CPUAttention
+from prefixcache.model.attention.choose import choose_backend
 from prefixcache.model.decoder import Decoder
 from prefixcache.model.device import choose_device, choose_dtype, free_memory_bytes
 from prefixcache.model.loader import LoadedModel, load_model
@@ -89,16 +87,16 @@ def load(settings: Settings, progress: Callable[[str], None]) -> ServedModel:
         torch.set_num_threads(settings.threads)
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, device)
-    return prepare(load_model(settings.model, dtype, device, settings.cache_dir, progress), settings, dtype)
+    model = load_model(settings.model, dtype, device, settings.cache_dir, progress)
+    return prepare(model, settings, dtype, device)
 
 
-def prepare(model: LoadedModel, settings: Settings, dtype: torch.dtype) -> ServedModel:
+def prepare(model: LoadedModel, settings: Settings, dtype: torch.dtype, device: torch.device) -> ServedModel:
     """Makes a decoder of a loaded model, whose weights it takes over, and plans the cache with what is then free."""
     spec = model.spec
     layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype)
-    backend: AttentionBackend[Any] = CPUAttention(spec.num_heads, spec.num_kv_heads, layout.page_size, dtype)
-    decoder = Decoder(spec, model.state_dict, backend)
-    return ServedModel(model.name, decoder, model.tokenizer, plan_memory(settings, spec, layout, decoder.device))
+    decoder = Decoder(spec, model.state_dict, choose_backend(device, spec, layout.page_size, dtype))
+    return ServedModel(model.name, decoder, model.tokenizer, plan_memory(settings, spec, layout, device))
 
 
 def plan_memory(settings: Settings, spec: DecoderSpec, layout: KVLayout, device: torch.device) -> MemoryPlan:
@@ -248,7 +246,7 @@ async def serve(served: ServedModel, settings: Settings, metrics: Metrics, on_re
     server = Server(served, settings, metrics)
     stopping = _stop_on_signals()
     await server.start()
-    gc.freeze()  # what exists now stays; without this a full collection walks all of torch, 100 ms in mid-stream
+    gc.freeze()  # what exists now stays; without this a full collection walks all of torch, 0.3 s in mid-stream
     on_ready(server.port)
     await server.run_until(stopping)
     if server.engine.failure is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Protocol, cast
@@ -66,6 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(name, str(error), 2 if isinstance(error, ConfigError | InvalidRequest) else 1)
     except KeyboardInterrupt:
         return 130
+    except (
+        BrokenPipeError
+    ):  # whoever read the output has left, as `head` does; the interpreter's last flush must not fail
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def _load(name: str) -> Command:
@@ -98,7 +104,3 @@ def _parser(name: str, command: Command | None) -> argparse.ArgumentParser:
 def _fail(name: str, message: str, exit_code: int) -> int:
     print(f"prefixcache {name}: {message}", file=sys.stderr)
     return exit_code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -143,21 +143,14 @@ class PrefixCache:
         if lease.node is None:
             return
         tail = key[lease.num_shared_pages * self._page_bytes :]
-        if not tail:
-            if lease.node.parent is not None:
-                lease.node.final_states[lease.node.num_tokens] = final_state
-            return
         match = self._tree.match_below(lease.node, key, lease.num_shared_pages * self._page_size)
         if match.num_tokens < num_tokens:
             pages = self._try_allocate(1)
             if pages is None:
                 return
             self._pool.copy_page(lease.page_table[lease.num_shared_pages], pages[0])
-            leaf, freed = self._tree.add_partial(lease.node, tail, pages[0])
-            self._pool.free(freed)
-            leaf.final_states[len(tail) // BYTES_PER_TOKEN] = final_state
-        elif match.source is not None:
-            match.source.final_states[len(tail) // BYTES_PER_TOKEN] = final_state
+            self._pool.free(self._tree.add_partial(lease.node, tail, pages[0]))
+        lease.node.final_states[len(lease.node.pages), tail] = final_state
 
     def release(self, lease: Lease, key: bytes, num_tokens: int) -> None:
         """End the lease: publish the first `num_tokens` tokens of `key`, all computed, and give everything back."""
@@ -170,8 +163,7 @@ class PrefixCache:
             )
             if match.num_tokens < num_tokens:
                 page = lease.page_table[lease.num_shared_pages]
-                _, freed = self._tree.add_partial(lease.node, tail, page)
-                self._pool.free(freed)
+                self._pool.free(self._tree.add_partial(lease.node, tail, page))
                 kept = 1
         self._end(lease, kept)
 

@@ -125,6 +125,7 @@ class Scheduler:
         candidates.sort(key=self._precedence)
         served_arrivals: list[int] = []
         passed_over: list[Sequence] = []
+        admits = True
         for sequence in candidates:
             if budget <= 0:
                 passed_over.append(sequence)
@@ -132,10 +133,10 @@ class Scheduler:
             if sequence.state is SequenceState.WAITING:
                 if self._has_leader(sequence):
                     continue
-                if not self._try_admit(sequence, plan):
+                if not (admits and self._try_admit(sequence, plan)):
                     passed_over.append(sequence)
                     if sequence.overtaken >= MAX_OVERTAKEN:
-                        budget = 0  # it gets the next pages that come free, before anybody behind it
+                        admits = False  # it gets the next pages that come free, before anybody behind it
                     continue
             num_tokens = min(sequence.num_uncomputed_tokens, budget)
             plan.work.append(Work(sequence, num_tokens))

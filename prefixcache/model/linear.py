@@ -5,9 +5,23 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-# Weights packed for oneDNN beat `F.linear` on the CPU for anything between a few rows and a few thousand, in every
-# dtype (docs/performance.md). The ops are private to PyTorch, so their absence must not matter.
-_CAN_PACK = hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and torch.backends.mkldnn.is_available()
+
+def _can_pack(weight: torch.Tensor) -> bool:
+    """Whether oneDNN can repack this weight: float32 everywhere, 16-bit types only where the CPU computes in them.
+
+    The ops are private to PyTorch, so their absence must not matter.
+    """
+    ops = torch.ops.mkldnn
+    if weight.device.type != "cpu" or not hasattr(ops, "_reorder_linear_weight"):
+        return False
+    match weight.dtype:
+        case torch.float32:
+            return bool(torch.backends.mkldnn.is_available())
+        case torch.bfloat16:
+            return bool(ops._is_mkldnn_bf16_supported())
+        case torch.float16:
+            return bool(ops._is_mkldnn_fp16_supported())
+    return False
 
 
 class Linear:
@@ -20,7 +34,7 @@ class Linear:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._bias = bias
-        self._is_packed = _CAN_PACK and weight.device.type == "cpu"
+        self._is_packed = _can_pack(weight)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._is_packed else weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -5,34 +5,33 @@
     ticks   key  -> tick
 
 LMDB copies on write: a reader sees one moment of the file and never waits for the writer, and whatever stops the
-writer, the file holds what was committed before. `metasync` is off: a commit syncs the values before the page that
-makes them count, so that even a power cut loses at most the last commit and never the file, and it costs one sync of
-the disk and not two. `writemap` is off too: with it a full disk would be a signal that kills us, not an error.
+writer, the file holds what was committed before. `metasync` is off: a commit syncs its pages before the one that makes
+them count, so that even a power cut loses at most the last commit and never the file, at one sync of the disk and not
+two. `writemap` is off too: with it, a full disk would be a signal that kills the process and not an error.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import lmdb
 
 from prefixcache.errors import ConfigError
-from prefixcache.store.base import StoreDamaged, StoreError, StoreFull, Value, ValueTooLarge
+from prefixcache.store.base import StoreFull, Value, ValueTooLarge
 
 MIB = 2**20
 MIN_BYTES = 16 * MIB
 MAX_COMMIT_BYTES = 32 * MIB
-COMMITS_PER_FILE = 32  # a commit may be this part of the file: LMDB reuses what it frees two commits later
-USABLE = 7 / 8  # of the file, for values; the rest is what those commits need
-MAX_TRIES = 4  # to find room in a file that other sizes of value have left in small pieces
+COMMITS_PER_FILE = 32  # a commit is at most this part of the file: what it frees is reused two commits later
+USABLE = 7 / 8  # of the file; the rest is what those commits need
+MAX_TRIES = 4  # to find room in a file that values of other sizes have left in small pieces
 TICK_BYTES = 8
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+MAP_GRAIN_BYTES = 64 * 1024  # a multiple of every system's page size
+UNREADABLE = (lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError, lmdb.VersionMismatchError)
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +41,10 @@ class StoreInUse(ConfigError):
 
 
 class LruFile:
-    """The file and its lock. Blocking. Reads may come from any thread, everything else from one."""
+    """The file and its lock. Blocking. Reads may come from any thread, everything else from one at a time.
+
+    Every method may raise lmdb.Error.
+    """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         """Opens the folder, makes it if need be, and starts empty where what it holds cannot be used.
@@ -54,22 +56,18 @@ class LruFile:
         if max_bytes < MIN_BYTES:
             raise ConfigError(f"the disk store needs at least {MIN_BYTES // MIB} MiB, not {max_bytes} bytes")
         self._folder = folder
-        self._max_bytes = max_bytes // lmdb_page_bytes() * lmdb_page_bytes()
-        self._lock = _lock(folder)
+        self._max_bytes = max_bytes // MAP_GRAIN_BYTES * MAP_GRAIN_BYTES
+        self.max_value_bytes = min(MAX_COMMIT_BYTES, self._max_bytes // COMMITS_PER_FILE)
+        self._lock = _take_lock(folder)
         try:
             self._open()
         except BaseException:
             os.close(self._lock)
             raise
 
-    @property
-    def max_value_bytes(self) -> int:
-        """The largest value that is taken."""
-        return min(MAX_COMMIT_BYTES, self._max_bytes // COMMITS_PER_FILE)
-
     def count_leading(self, keys: Sequence[bytes]) -> int:
         """Returns how many of the first keys are there without a gap. Touches no value."""
-        with self._transaction() as txn:
+        with self._environment.begin() as txn:
             for index, key in enumerate(keys):
                 if txn.get(key, db=self._ticks) is None:
                     return index
@@ -78,31 +76,35 @@ class LruFile:
     def read(self, keys: Sequence[bytes]) -> list[Value | None]:
         """Returns the values, each copied once, out of the mapped file.
 
-        A view into the file would be valid only until the transaction ends, and would keep LMDB from reusing what is
-        freed meanwhile. py-lmdb pages a value in without the interpreter lock, so that a slow disk stops no other thread.
+        A view into the file would be valid until the transaction ends only, and until then keep LMDB from reusing
+        what is freed. py-lmdb brings a value in from the disk without the interpreter's lock, before it copies it.
         """
-        with self._transaction() as txn:
+        with self._environment.begin() as txn:
             return [txn.get(key, db=self._values) for key in keys]
 
-    def write(self, entries: Sequence[tuple[bytes, Value]], used: Iterable[bytes]) -> None:
-        """Stores the values after noting that the keys in `used` were used, oldest first."""
+    def write(self, entries: Sequence[tuple[bytes, Value]]) -> None:
+        """Stores the values. Of what is written together, the last is the first to make room (I6).
+
+        Raises:
+            ValueTooLarge: One is above `max_value_bytes`; nothing was written.
+            StoreFull: There is no room even without what could go.
+        """
         largest = max((len(value) for _, value in entries), default=0)
         if largest > self.max_value_bytes:
             raise ValueTooLarge(f"a value of {largest} bytes; {self._folder} takes at most {self.max_value_bytes}")
-        self.note_use(used)
         for batch in self._in_commits(entries):
             self._commit(batch)
 
-    def note_use(self, used: Iterable[bytes]) -> None:
+    def note_use(self, keys: Iterable[bytes]) -> None:
         """Makes these the ones used last, in this order; keys that are no longer there are passed over."""
-        with self._transaction(write=True) as txn:
-            for key in used:
+        with self._environment.begin(write=True) as txn:
+            for key in keys:
                 if txn.get(key, db=self._ticks) is not None:
                     self._tick(txn, key)
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """Removes what is there."""
-        with self._transaction(write=True) as txn:
+        with self._environment.begin(write=True) as txn:
             for key in keys:
                 self._remove(txn, key)
 
@@ -114,16 +116,17 @@ class LruFile:
     def _open(self) -> None:
         file = self._folder / "data.mdb"
         if file.exists() and file.stat().st_size > self._max_bytes:  # LMDB never makes a file smaller
-            logger.warning("disk store %s was made for more than %d bytes: starting empty", self._folder, self._max_bytes)
+            logger.warning("disk store %s is larger than %d bytes: starting empty", self._folder, self._max_bytes)
             file.unlink()
         try:
-            self._open_databases()
+            try:
+                self._open_databases()
+            except UNREADABLE as error:
+                logger.warning("disk store %s cannot be read (%s): starting empty", self._folder, error)
+                file.unlink()
+                self._open_databases()
         except lmdb.Error as error:
-            if not file.exists() or _is_out_of_space(error):
-                raise ConfigError(f"the disk store cannot use {self._folder}: {error}") from error
-            logger.warning("disk store %s cannot be read (%s): starting empty", self._folder, error)
-            file.unlink()
-            self._open_databases()
+            raise ConfigError(f"the disk store cannot use {self._folder}: {error}") from error
 
     def _open_databases(self) -> None:
         self._environment = lmdb.open(
@@ -135,30 +138,43 @@ class LruFile:
             )
             with self._environment.begin() as txn, txn.cursor(self._ages) as cursor:
                 self._next_tick = int.from_bytes(cursor.key()) + 1 if cursor.last() else 0
+            page_bytes = self._environment.stat()["psize"]
         except lmdb.Error:
             self._environment.close()
             raise
+        self._page_bytes = page_bytes
+        self._usable_pages = int(self._max_bytes * USABLE) // page_bytes
+
+    def _in_commits(self, entries: Sequence[tuple[bytes, Value]]) -> Iterator[Sequence[tuple[bytes, Value]]]:
+        start = num_bytes = 0
+        for index, (_, value) in enumerate(entries):
+            if index > start and num_bytes + len(value) > self.max_value_bytes:
+                yield entries[start:index]
+                start, num_bytes = index, 0
+            num_bytes += len(value)
+        if entries:
+            yield entries[start:]
 
     def _commit(self, entries: Sequence[tuple[bytes, Value]]) -> None:
-        room = sum(self._num_pages(len(value)) for _, value in entries)
-        for attempt in range(MAX_TRIES):
+        num_pages = sum(len(value) // self._page_bytes + 2 for _, value in entries)  # last page, and part of the tree
+        for num_failed in range(MAX_TRIES):
             try:
-                with self._transaction(write=True) as txn:
-                    self._make_room(txn, room)
-                    for key, value in reversed(entries):  # I6: of what is written together, the tail goes first
+                with self._environment.begin(write=True) as txn:
+                    self._make_room(txn, num_pages)
+                    for key, value in entries:
                         txn.put(key, value, db=self._values)
+                    for key, _ in reversed(entries):
                         self._tick(txn, key)
                 return
-            except lmdb.MapFullError:  # what is free lies in pieces: free more, to be reused by a later commit
-                with self._transaction(write=True) as txn:
-                    self._make_room(txn, room * (2 + attempt))
+            except lmdb.MapFullError:  # what is free lies in pieces: free more, for a later commit to reuse
+                with self._environment.begin(write=True) as txn:
+                    self._make_room(txn, num_pages * (2 + num_failed))
         raise StoreFull(f"no room in {self._folder} for {len(entries)} values together")
 
     def _make_room(self, txn: lmdb.Transaction, num_pages: int) -> None:
         """Removes what was used longest ago until `num_pages` more are within the bound."""
-        usable_pages = int(self._max_bytes * USABLE) // lmdb_page_bytes()
         with txn.cursor(self._ages) as cursor:
-            while self._pages_in_use(txn) + num_pages > usable_pages and cursor.first():
+            while self._pages_in_use(txn) + num_pages > self._usable_pages and cursor.first():
                 self._remove(txn, bytes(cursor.value()))
 
     def _pages_in_use(self, txn: lmdb.Transaction) -> int:
@@ -179,26 +195,20 @@ class LruFile:
             txn.delete(tick, db=self._ages)
             txn.delete(key, db=self._values)
 
-    @staticmethod
-    def _num_pages(value_bytes: int) -> int:
-        return value_bytes // lmdb_page_bytes() + 2  # its last page and its part of the tree's
 
-    def _in_commits(self, entries: Sequence[tuple[bytes, Value]]) -> Iterator[Sequence[tuple[bytes, Value]]]:
-        start = num_bytes = 0
-        for index, (_, value) in enumerate(entries):
-            if index > start and num_bytes + len(value) > self.max_value_bytes:
-                yield entries[start:index]
-                start, num_bytes = index, 0
-            num_bytes += len(value)
-        if entries:
-            yield entries[start:]
-
-    @contextmanager
-    def _transaction(self, write: bool = False) -> Iterator[lmdb.Transaction]:
-        try:
-            with self._environment.begin(write=write) as txn:
-                yield txn
-        except lmdb.MapFullError:
-            raise
-        except lmdb.Error as error:
-            raise _store_error(error, self._folder) from error
+def _take_lock(folder: Path) -> int:
+    """Returns a descriptor that holds the folder for as long as it is open, and no longer than this process lives."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(folder / "in-use", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise ConfigError(f"the disk store cannot use {folder}: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        owner = os.read(lock, 20).decode(errors="replace")
+        os.close(lock)
+        raise StoreInUse(f"{folder} is in use by process {owner}; give each server a folder of its own") from error
+    os.ftruncate(lock, 0)
+    os.write(lock, str(os.getpid()).encode())
+    return lock

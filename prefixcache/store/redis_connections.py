@@ -58,6 +58,7 @@ def connect_to(target: RedisTarget, connect_timeout_s: float, max_connections: i
         "socket_timeout": None,  # `exchange` has its own limit; redis-py's costs a timer and a task for every reply
         "socket_read_size": READ_SIZE_BYTES,
         "protocol": 2,  # no pushed messages between replies, and no HELLO that old servers and proxies lack
+        "retry": Retry(NoBackoff(), 0),
         "driver_info": None,  # no CLIENT SETINFO, which Redis before 7.2 refuses
     }
     login = {"username": target.credentials.username, "password": target.credentials.password}
@@ -66,13 +67,11 @@ def connect_to(target: RedisTarget, connect_timeout_s: float, max_connections: i
             connect_timeout_s,
             startup_nodes=[ClusterNode(host, port) for host, port in target.hosts],
             require_full_coverage=False,
-            cluster_error_retry_attempts=0,
             max_connections=max_connections,
             **limits,
             **login,
             **(_tls_arguments(target.tls) | {"ssl": True} if target.tls else {}),
         )
-    limits["retry"] = Retry(NoBackoff(), 0)
     pool: dict[str, Any] = limits | login | {"max_connections": max_connections, "db": target.db}
     if target.tls:
         pool |= _tls_arguments(target.tls)

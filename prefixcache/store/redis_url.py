@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
@@ -166,6 +167,11 @@ def _read_tls(options: dict[str, str], problems: list[str]) -> Tls:
     certificates = options.get("ssl_cert_reqs", "required").lower()
     if certificates not in ("required", "none"):
         problems.append("ssl_cert_reqs must be required or none")
+    problems += (
+        f"{name}: there is no readable file {options[name]}"
+        for name in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
+        if name in options and not os.access(options[name], os.R_OK)
+    )
     return Tls(
         ca_file=options.get("ssl_ca_certs"),
         cert_file=options.get("ssl_certfile"),

@@ -59,7 +59,8 @@ class Node:
         children: First page of a child's key -> child, in sorted order; None for a leaf.
         pins: How many leases use this node or one below it (I2).
         last_used: Logical time of the last use; never younger than a child's.
-        final_states: Offset into `key`, in tokens -> the model's final state for the prompt that ends there.
+        final_states: Where a prompt ends -> the model's final state there. The place is (whole pages into this node,
+            tokens behind them, less than a page); whichever child holds K/V for those tokens will do.
         digests: What names each whole page outside the process; empty where no tier lies below the device.
     """
 
@@ -69,12 +70,8 @@ class Node:
     children: SortedDict | None = None
     pins: int = 0
     last_used: int = 0
-    final_states: dict[int, Any] = field(default_factory=dict)
+    final_states: dict[tuple[int, bytes], Any] = field(default_factory=dict)
     digests: list[PageDigest] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.key) // BYTES_PER_TOKEN
 
     @property
     def is_evictable(self) -> bool:

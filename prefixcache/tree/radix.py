@@ -93,7 +93,7 @@ class RadixTree:
             if len(child.key) < page_bytes or not key.startswith(child.key, offset):
                 return self._match_inside(node, child, offset, common_prefix_bytes(child.key, key, offset), key)
             node, offset = child, offset + len(child.key)
-        state = node.final_states.get(node.num_tokens) if offset == len(key) else None
+        state = node.final_states.get((len(node.pages), b"")) if offset == len(key) else None
         return Match(offset // BYTES_PER_TOKEN, node, len(node.pages), final_state=state)
 
     def _match_inside(self, node: Node, child: Node, offset: int, common: int, key: bytes) -> Match:
@@ -102,7 +102,8 @@ class RadixTree:
         num_node_pages = len(node.pages)
         if whole_pages:
             node, num_node_pages = child, whole_pages
-        state = child.final_states.get(common // BYTES_PER_TOKEN) if offset + common == len(key) else None
+        is_whole = offset + common == len(key)
+        state = node.final_states.get((num_node_pages, key[len(key) - rest :])) if is_whole else None
         return Match(
             num_tokens=(offset + common) // BYTES_PER_TOKEN,
             node=node,
@@ -169,23 +170,21 @@ class RadixTree:
         """
         assert 0 < num_pages < len(node.pages)
         assert node.parent is not None
-        cut_tokens = num_pages * self.page_size
-        cut = cut_tokens * BYTES_PER_TOKEN
-        parent = node.parent
-        states = node.final_states
+        cut = num_pages * self._page_bytes
+        parent, states = node.parent, node.final_states
         upper = Node(
             parent=parent,
             key=node.key[:cut],
             pages=node.pages[:num_pages],
             pins=node.pins,
             last_used=node.last_used,
-            final_states={offset: state for offset, state in states.items() if offset <= cut_tokens},
+            final_states={place: state for place, state in states.items() if place[0] <= num_pages},
             digests=node.digests[:num_pages],
         )
         parent.add_child(upper, self._page_bytes)  # same first page: takes the place of `node`
         node.parent, node.key, node.pages = upper, node.key[cut:], node.pages[num_pages:]
         node.digests = node.digests[num_pages:]
-        node.final_states = {offset - cut_tokens: state for offset, state in states.items() if offset > cut_tokens}
+        node.final_states = {(p - num_pages, tail): state for (p, tail), state in states.items() if p > num_pages}
         upper.add_child(node, self._page_bytes)
         self.num_nodes += 1
         return upper
@@ -202,52 +201,50 @@ class RadixTree:
         Returns:
             The node that now ends with `key`, pinned in place of `node`; and pages that are no longer needed.
         """
-        states, freed = self._absorb(node, key)
+        freed = self._absorb(node, key)
         self.version += 1
         self.num_pages += len(pages)
         self.num_pinned_pages += len(pages)
         if node.parent is not None and not node.children and node.pins == 1:
-            node.final_states |= {node.num_tokens + offset: state for offset, state in states.items()}
             node.key += key
             node.pages += pages
             node.digests += digests
             return node, freed
-        child = Node(node, key, pages, pins=1, last_used=node.last_used, final_states=states, digests=digests)
+        child = Node(node, key, pages, pins=1, last_used=node.last_used, digests=digests)
         node.add_child(child, self._page_bytes)
         self.num_nodes += 1
         return child, freed
 
-    def add_partial(self, node: Node, key: bytes, page: int) -> tuple[Node, list[int]]:
+    def add_partial(self, node: Node, key: bytes, page: int) -> list[int]:
         """Publish a page that holds only the few tokens `key` as a leaf below `node`, free to be copied from.
 
         No child of `node` may begin with `key` yet; the caller has looked.
 
         Returns:
-            The new leaf, unpinned; and pages that are no longer needed.
+            Pages that are no longer needed.
         """
         assert 0 < len(key) < self._page_bytes
-        states, freed = self._absorb(node, key)
+        freed = self._absorb(node, key)
         self.version += 1
-        leaf = Node(node, key, [page], last_used=node.last_used, final_states=states)
+        leaf = Node(node, key, [page], last_used=node.last_used)
         node.add_child(leaf, self._page_bytes)
         self.num_nodes += 1
         self.num_pages += 1
         self._policy.discard(node)
         self._policy.add(leaf)
-        return leaf, freed
+        return freed
 
-    def _absorb(self, node: Node, key: bytes) -> tuple[dict[int, Any], list[int]]:
-        """Remove the partial leaf below `node` that `key` continues, if there is one, and return what it held.
+    def _absorb(self, node: Node, key: bytes) -> list[int]:
+        """Remove the partial leaf below `node` that `key` continues, if there is one, and return its page.
 
         There is at most one, and it is then the nearest child: no leaf is ever kept beside a sibling it begins.
         Leases never pin a partial leaf (they copy it), so it can always go.
         """
         leaf, common = node.nearest_child(key, 0, self._page_bytes)
         if leaf is None or common < len(leaf.key) or common == self._page_bytes:
-            return {}, []
-        states = leaf.final_states
+            return []
         self._unlink(leaf)
-        return states, leaf.pages
+        return leaf.pages
 
     # --- shrinking ---------------------------------------------------------------------------------------------
 
@@ -286,7 +283,8 @@ class RadixTree:
         evicted = Evicted(node.pages[keep:], node.digests[keep:])
         node.pages, node.digests = node.pages[:keep], node.digests[:keep]
         node.key = node.key[: keep * self._page_bytes]
-        node.final_states = {offset: s for offset, s in node.final_states.items() if offset <= node.num_tokens}
+        last = (keep, b"")
+        node.final_states = {place: state for place, state in node.final_states.items() if place <= last}
         self.num_pages -= num_pages
         return evicted
 
@@ -294,6 +292,9 @@ class RadixTree:
         parent = node.parent
         assert parent is not None
         self._unlink(node)
+        end = len(parent.pages)  # final states of prompts that end inside the node's first page go with it
+        for size in range(BYTES_PER_TOKEN, min(len(node.key) + 1, self._page_bytes), BYTES_PER_TOKEN):
+            parent.final_states.pop((end, node.key[:size]), None)
         self._settle(parent)
 
     def _unlink(self, node: Node) -> None:
@@ -335,6 +336,7 @@ class RadixTree:
                 pages += node.pages
                 pinned += len(node.pages) if node.pins else 0
                 self._check_run(node, children)
+            self._check_final_states(node)
         assert len(pages) == len(set(pages)) == self.num_pages, "a page is in the tree twice, or not counted"
         assert num_nodes == self.num_nodes
         assert pinned == self.num_pinned_pages
@@ -348,7 +350,14 @@ class RadixTree:
             assert node.pins == 0, "a pinned partial leaf"
         assert len(node.pages) == whole + bool(rest)
         assert len(node.digests) in {0, whole}
-        assert all(0 < offset <= node.num_tokens for offset in node.final_states)
+
+    def _check_final_states(self, node: Node) -> None:
+        for num_pages, tail in node.final_states:
+            assert num_pages <= len(node.pages)
+            assert len(tail) < self._page_bytes
+            own = node.key[num_pages * self._page_bytes :]
+            _, common = node.nearest_child(tail, 0, self._page_bytes)
+            assert own.startswith(tail) or common == len(tail), "a final state without its K/V"
 
 
 def _walk(root: Node) -> Iterator[Node]:

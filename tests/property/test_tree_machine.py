@@ -22,7 +22,7 @@ from prefixcache.kv.page_pool import PagePool
 from prefixcache.request import Namespace
 from prefixcache.tree.eviction import LeastRecentlyUsed
 from prefixcache.tree.lease import Lease
-from prefixcache.tree.node import Node, Root, token_key
+from prefixcache.tree.node import BYTES_PER_TOKEN, Node, Root, token_key
 from prefixcache.tree.radix import RadixTree
 
 PAGE_SIZE = 4
@@ -198,7 +198,7 @@ class CacheMachine(RuleBasedStateMachine):
         paths: list[list[Node]] = [[]]
         for owner, path in self.paths():
             run = tuple(token for node in path for token in memoryview(node.key).cast("I"))
-            is_shortest = len(run) - path[-1].num_tokens < len(tokens)
+            is_shortest = len(run) - len(path[-1].key) // BYTES_PER_TOKEN < len(tokens)
             if owner == namespace and is_shortest and common_length(run, tokens) == len(tokens):
                 paths.append(path)
         return paths
@@ -328,7 +328,7 @@ class CacheMachine(RuleBasedStateMachine):
         for namespace, path in self.paths():
             node = path[-1]
             tokens = tuple(token for step in path for token in memoryview(step.key).cast("I"))
-            start = len(tokens) - node.num_tokens
+            start = len(tokens) - len(node.key) // BYTES_PER_TOKEN
             assert self.known_length(namespace, tokens) == len(tokens), "the tree knows what nobody published"
             self.check_content(namespace, tokens, node.pages, start)
             path_pages = [page for step in path for page in step.pages]

@@ -85,7 +85,7 @@ def served_model(settings: Settings, max_model_len: int | None = None) -> Served
     spec = spec_from_config(model.config)
     spec = replace(spec, max_model_len=max_model_len or spec.max_model_len)
     loaded = LoadedModel("tiny", spec, dict(model.state_dict()), byte_level())
-    return prepare(loaded, settings, torch.float32)
+    return prepare(loaded, settings, torch.float32, torch.device("cpu"))
 
 
 async def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
