@@ -22,6 +22,9 @@ class Tier(StrEnum):
     """Where cached K/V was found, fastest first."""
 
     DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+    REMOTE = "remote"
 
 
 @dataclass(frozen=True, slots=True)

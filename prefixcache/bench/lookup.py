@@ -57,7 +57,7 @@ def _insert(tree: RadixTree, prompt: list[int], next_page: int) -> int:
     tree.pin(node)
     pages = list(range(next_page, next_page + len(prompt) // PAGE_SIZE - known_pages))
     if pages:
-        node, _ = tree.extend(node, key[known_pages * PAGE_SIZE * 4 :], pages)
+        node, _ = tree.extend(node, key[known_pages * PAGE_SIZE * 4 :], pages, [])
     tree.unpin(node)
     return next_page + len(pages)
 

@@ -31,7 +31,7 @@ from prefixcache.kv.transfer import PageBuffer, PageTransfer
 from prefixcache.request import Namespace, Tier
 from prefixcache.store.base import PageStore, StoreError, Value
 from prefixcache.store.worker import StoreWorker
-from prefixcache.tree.hashing import DigestChain, PageDigest, little_endian
+from prefixcache.tree.hashing import DigestChain, little_endian
 from prefixcache.tree.lease import Lease
 from prefixcache.tree.node import BYTES_PER_TOKEN
 
@@ -200,7 +200,7 @@ class TierMover:
             for run in runs:
                 self._events.missed(run.tier, "slower", run.end - run.start)
             return None
-        load = Load(runs, time.monotonic(), low=end, floor=start, expected_s=expected_s)
+        load = Load(runs, time.monotonic(), expected_s, low=end, floor=start)
         identities = self._identities(search.chain, key, start, end)
         self._start(self._load(load, identities, lease.page_table[start:end], self._transfer.fence()))
         return load
@@ -223,10 +223,6 @@ class TierMover:
         meet = meeting_page(self.prefill, start, load.low, self._page_size, seconds_per_page, 0.0)
         return max(0, meet * self._page_size - num_computed_tokens) if meet > start else 0
 
-    def abandon(self, load: Load) -> None:
-        """Stop as soon as the store thread looks up; its pages stay out of bounds until `is_done`."""
-        load.floor = load.end
-
     async def _load(
         self, load: Load, identities: list[PageIdentity], pages: list[int], fence: torch.cuda.Event | None
     ) -> None:
@@ -248,7 +244,9 @@ class TierMover:
     ) -> bool:
         """Load one tier's pages; False where something was missing, wrong, or no longer wanted. Store thread."""
         store, first = self._by_tier[run.tier].store, load.start
-        batches = [(max(run.start, high - self._batch_pages), high) for high in range(run.end, run.start, -self._batch_pages)]
+        batches = [
+            (max(run.start, high - self._batch_pages), high) for high in range(run.end, run.start, -self._batch_pages)
+        ]
         started_s = time.monotonic()
         reading = self._read(store, identities[batches[0][0] - first : batches[0][1] - first])
         for index, (low, high) in enumerate(batches):
@@ -260,11 +258,12 @@ class TierMover:
             following = batches[index + 1] if index + 1 < len(batches) else None
             if following is not None and following[1] > load.floor:
                 reading = self._read(store, identities[following[0] - first : following[1] - first])
-            num_good = await self._place(store, run.tier, values, identities[low - first : high - first], pages[low - first : high - first], fence)
+            payloads = await self._verified(store, run.tier, values, identities[low - first : high - first])
+            num_placed = self._place(load, high, payloads, pages[: high - first], fence)
             now_s = time.monotonic()
-            self._report(load, run.tier, high - num_good, num_good, now_s - started_s)
+            self._report(run.tier, num_placed, now_s - started_s)
             started_s = now_s
-            if num_good < high - low:
+            if num_placed < high - low:
                 return False
             if following is not None and following[1] <= load.floor:
                 self._events.missed(run.tier, "abandoned", following[1] - run.start)
@@ -272,18 +271,12 @@ class TierMover:
         return True
 
     def _read(self, store: PageStore, identities: list[PageIdentity]) -> asyncio.Task[list[Value | None]]:
-        return asyncio.ensure_future(store.read([identity.key for identity in identities]))  # type: ignore[arg-type]
+        return asyncio.ensure_future(store.read([identity.key for identity in identities]))
 
-    async def _place(
-        self,
-        store: PageStore,
-        tier: Tier,
-        values: list[Value | None],
-        identities: list[PageIdentity],
-        pages: list[int],
-        fence: torch.cuda.Event | None,
-    ) -> int:
-        """Verify a batch from its end and copy what is sound; return how many pages that is. Store thread."""
+    async def _verified(
+        self, store: PageStore, tier: Tier, values: list[Value | None], identities: list[PageIdentity]
+    ) -> list[memoryview]:
+        """Return the sound payloads at the end of a batch, in page order (I7). Store thread."""
         payloads: list[memoryview] = []
         for value, identity in zip(reversed(values), reversed(identities), strict=True):
             payload = None if value is None else self._codec.verify(value, identity)
@@ -294,10 +287,22 @@ class TierMover:
             if isinstance(payload, Mismatch) and payload.is_corrupt:
                 await self._delete(store, identity.key)
             break
-        if payloads:
-            targets = pages[len(pages) - len(payloads) :]
-            self._transfer.payloads_to_pages(payloads[::-1], targets, fence)
-        return len(payloads)
+        return payloads[::-1]
+
+    def _place(
+        self, load: Load, high: int, payloads: list[memoryview], pages: list[int], fence: torch.cuda.Event | None
+    ) -> int:
+        """Copy payloads into the last of `pages`, which end before page `high` of the prompt. Store thread.
+
+        Returns:
+            How many were placed; the computation may have claimed the pages of the others meanwhile.
+        """
+        with load.lock:
+            wanted = payloads[max(0, load.floor - (high - len(payloads))) :] if load.floor < high else []
+            if wanted:
+                self._transfer.payloads_to_pages(wanted, pages[len(pages) - len(wanted) :], fence)
+                load.low = high - len(wanted)
+        return len(wanted)
 
     async def _delete(self, store: PageStore, key: bytes) -> None:
         try:
@@ -305,18 +310,12 @@ class TierMover:
         except StoreError as error:
             log.debug("a corrupt value could not be deleted: %s", error.kind)
 
-    def _report(self, load: Load, tier: Tier, low: int, num_pages: int, seconds: float) -> None:
-        """Tell the engine thread what has arrived. Store thread."""
-        num_bytes = num_pages * self._page_bytes
-
-        def advance() -> None:
-            load.low = low
-            load.loaded_pages[tier] = load.loaded_pages.get(tier, 0) + num_pages
-            if num_pages:
-                self._by_tier[tier].estimate.observe(num_bytes, seconds)
-
-        self._events.loaded(tier, num_bytes, seconds)
-        self._post(advance)
+    def _report(self, tier: Tier, num_pages: int, seconds: float) -> None:
+        """Let the engine thread learn from a batch. Store thread."""
+        if num_pages:
+            num_bytes = num_pages * self._page_bytes
+            self._events.loaded(tier, num_bytes, seconds)
+            self._post(lambda: self._by_tier[tier].estimate.observe(num_bytes, seconds))
 
     def _finish_load(self, load: Load) -> None:
         load.is_done = True

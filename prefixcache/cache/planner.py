@@ -131,5 +131,4 @@ def meeting_page(
             high = middle
         else:
             low = middle + 1
-    best = min((low, max(low - 1, start_page), end_page), key=lambda page: max(compute_s(page), load_s(page)))
-    return best
+    return min((low, max(low - 1, start_page), end_page), key=lambda page: max(compute_s(page), load_s(page)))

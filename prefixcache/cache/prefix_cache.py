@@ -14,10 +14,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from prefixcache.cache.host_tier import HostTier
+from prefixcache.cache.mover import TierMover
+from prefixcache.cache.tiers import Load, Search
 from prefixcache.kv.page_pool import PagePool
-from prefixcache.request import Namespace
+from prefixcache.request import Namespace, Tier
+from prefixcache.tree.hashing import DigestChain
 from prefixcache.tree.lease import Lease
-from prefixcache.tree.node import BYTES_PER_TOKEN, Node
+from prefixcache.tree.node import BYTES_PER_TOKEN, Node, PageDigest
 from prefixcache.tree.radix import Match, RadixTree
 
 
@@ -40,9 +44,23 @@ class PrefixCache:
         tree: What is known.
         pool: The memory; its pages are used by nobody else.
         observe_lookup: Told the seconds of each look-up that leads to a lease or its refusal.
+        host: Keeps what the device has to give up; None for none.
+        mover: Reaches the stores; None where there are none.
+        fingerprint: Names the model and the layout of its K/V outside the process.
     """
 
-    def __init__(self, tree: RadixTree, pool: PagePool, observe_lookup: Callable[[float], None] | None = None) -> None:
+    def __init__(
+        self,
+        tree: RadixTree,
+        pool: PagePool,
+        observe_lookup: Callable[[float], None] | None = None,
+        host: HostTier | None = None,
+        mover: TierMover | None = None,
+        fingerprint: bytes = b"",
+    ) -> None:
+        self._host = host
+        self._mover = mover
+        self._fingerprint = fingerprint
         self._observe_lookup = observe_lookup
         self._tree = tree
         self._pool = pool
@@ -76,8 +94,21 @@ class PrefixCache:
         match = self._tree.match(namespace, key)
         return self._usable_tokens(match, key)
 
+    def search(self, namespace: Namespace | None, key: bytes) -> Search | None:
+        """Ask the stores for what the device does not have of `key`; None where there is nothing to wait for."""
+        if self._mover is None or namespace is None or namespace.private_id:
+            return None
+        return self._mover.search(namespace, key, self.num_known_tokens(namespace, key))
+
     def try_acquire(
-        self, namespace: Namespace | None, key: bytes, *, num_tokens: int, num_spare_tokens: int = 0, reuse: bool = True
+        self,
+        namespace: Namespace | None,
+        key: bytes,
+        *,
+        num_tokens: int,
+        num_spare_tokens: int = 0,
+        reuse: bool = True,
+        search: Search | None = None,
     ) -> Lease | None:
         """Take the longest known prefix of `key` and pages for `num_tokens` tokens in all, evicting where needed.
 
@@ -87,6 +118,7 @@ class PrefixCache:
             num_tokens: Tokens that the lease must have room for.
             num_spare_tokens: More room, taken only where it is free anyway, so that pages stay consecutive.
             reuse: False to compute everything again, yet publish the result.
+            search: What the stores have said; what is worth loading starts to load.
 
         Returns:
             The lease, with `num_cached_tokens` at most one below the key's length unless `final_state` is set;
@@ -99,17 +131,52 @@ class PrefixCache:
         usable = self._usable_tokens(match, key)
         lease = self._pin_whole_pages(namespace, match, usable // self._page_size)
         partial = usable % self._page_size
-        if partial and self._try_fill_and_copy(lease, match, usable, num_tokens, num_spare_tokens):
-            lease.num_cached_tokens = usable
-            lease.final_state = match.final_state if usable == len(key) // BYTES_PER_TOKEN else None
-            return lease
-        # without the copy its source can be evicted too: in a pool of just the right size that page decides
-        if not self._try_fill(lease, num_tokens, num_spare_tokens):
-            self._end(lease, 0)
-            return None
-        lease.num_cached_tokens = usable - partial
-        lease.final_state = None if partial else match.final_state
+        if not (partial and self._try_fill_and_copy(lease, match, usable, num_tokens, num_spare_tokens)):
+            # without the copy its source can be evicted too: in a pool of just the right size that page decides
+            if not self._try_fill(lease, num_tokens, num_spare_tokens):
+                self._end(lease, 0)
+                return None
+            usable -= partial
+        num_key_tokens = len(key) // BYTES_PER_TOKEN
+        lease.num_cached_tokens = usable
+        lease.num_offered_pages = lease.num_shared_pages
+        lease.final_state = match.final_state if usable == num_key_tokens else None
+        lease.cached_tokens = {Tier.DEVICE: min(usable, num_key_tokens - 1)}
+        if reuse and lease.final_state is None:
+            self._restore(lease, key, search)
         return lease
+
+    def next_chunk(self, lease: Lease, num_computed_tokens: int, num_wanted_tokens: int) -> tuple[int, int]:
+        """Decide how a prompt goes on while a load may be bringing its later pages.
+
+        Args:
+            lease: The sequence's lease.
+            num_computed_tokens: Leading tokens whose K/V is there.
+            num_wanted_tokens: How many more are to be computed.
+
+        Returns:
+            How many leading tokens have their K/V now, more than before where a load has arrived; and how many to
+            compute in this step, 0 to wait for the load.
+        """
+        load: Load | None = lease.load
+        if load is None or self._mover is None:
+            return num_computed_tokens, num_wanted_tokens
+        size = self._page_size
+        if num_computed_tokens >= load.low * size:  # computation and load have met
+            lease.load = None
+            load.abandon()
+            arrived = load.end * size
+            if arrived <= num_computed_tokens:
+                return num_computed_tokens, num_wanted_tokens
+            for tier, count in load.tokens_by_tier(num_computed_tokens, size).items():
+                lease.cached_tokens[tier] = lease.cached_tokens.get(tier, 0) + count
+            return arrived, max(0, num_wanted_tokens - (arrived - num_computed_tokens))
+        useful = self._mover.computable_tokens(load, num_computed_tokens)
+        num_tokens = num_wanted_tokens if useful is None else min(num_wanted_tokens, useful)
+        if num_tokens == 0:
+            return num_computed_tokens, 0
+        claimed = load.claim(-(-(num_computed_tokens + num_tokens) // size)) * size
+        return num_computed_tokens, min(num_tokens, claimed - num_computed_tokens)
 
     def try_extend(self, lease: Lease, num_tokens: int) -> bool:
         """Make room for `num_tokens` tokens in all, evicting where needed; False where memory is short now."""
@@ -127,7 +194,8 @@ class PrefixCache:
         start = lease.num_shared_pages
         if num_whole > start:
             run = key[start * self._page_bytes : num_whole * self._page_bytes]
-            lease.node, freed = self._tree.extend(lease.node, run, lease.page_table[start:num_whole])
+            digests = self._digests(lease, key, start, num_whole)
+            lease.node, freed = self._tree.extend(lease.node, run, lease.page_table[start:num_whole], digests)
             self._pool.free(freed)
             lease.num_shared_pages = num_whole
             self._num_private_pages -= num_whole - start
@@ -142,6 +210,7 @@ class PrefixCache:
         self.commit(lease, key, num_tokens)
         if lease.node is None:
             return
+        self._offer(lease, key)
         tail = key[lease.num_shared_pages * self._page_bytes :]
         match = self._tree.match_below(lease.node, key, lease.num_shared_pages * self._page_size)
         if match.num_tokens < num_tokens:
@@ -155,6 +224,7 @@ class PrefixCache:
     def release(self, lease: Lease, key: bytes, num_tokens: int) -> None:
         """End the lease: publish the first `num_tokens` tokens of `key`, all computed, and give everything back."""
         self.commit(lease, key, num_tokens)
+        self._offer(lease, key)
         tail = key[lease.num_shared_pages * self._page_bytes : num_tokens * BYTES_PER_TOKEN]
         kept = 0
         if lease.node is not None and tail:
@@ -192,6 +262,46 @@ class PrefixCache:
         self._tree.check()
         assert self._num_private_pages >= 0
         assert self.is_balanced(), "I3: free + cached + private pages do not add up to the pool"
+
+    # --- tiers -------------------------------------------------------------------------------------------------
+
+    def _restore(self, lease: Lease, key: bytes, search: Search | None) -> None:
+        """Fill the lease's first private pages from host memory, then start to load what the stores have."""
+        assert lease.namespace is not None
+        known = lease.num_cached_tokens
+        start, end = known // self._page_size, (len(key) // BYTES_PER_TOKEN - 1) // self._page_size
+        if start >= end:
+            return
+        if search is not None:
+            lease.chain = search.chain
+        if self._host is not None and not lease.namespace.private_id:
+            digests = self._digests(lease, key, start, end)
+            num_pages = self._host.restore(digests, lease.page_table[start:end])
+            if num_pages:
+                arrived = (start + num_pages) * self._page_size
+                lease.cached_tokens[Tier.HOST] = arrived - known
+                lease.num_cached_tokens = arrived
+        if search is not None and self._mover is not None:
+            lease.load = self._mover.start_load(search, lease, key, lease.num_cached_tokens)
+
+    def _digests(self, lease: Lease, key: bytes, start: int, end: int) -> list[PageDigest]:
+        """Name pages [start, end) of `key`; nothing where no tier could ask for them."""
+        if lease.chain is None:
+            if (self._mover is None and self._host is None) or lease.namespace is None or lease.namespace.private_id:
+                return []
+            lease.chain = DigestChain(self._fingerprint, lease.namespace, self._page_size)
+        lease.chain.extend(key[: end * self._page_bytes])
+        return lease.chain.digests[start:end]
+
+    def _offer(self, lease: Lease, key: bytes) -> None:
+        """Have the stores write what this lease has published since it was last asked."""
+        start, end = lease.num_offered_pages, lease.num_shared_pages
+        if self._mover is None or lease.chain is None or lease.node is None or start >= end:
+            return
+        node = lease.node
+        self._tree.pin(node)
+        self._mover.save(lease.chain, key, start, lease.page_table[start:end], lambda: self._tree.unpin(node))
+        lease.num_offered_pages = end
 
     # --- parts -------------------------------------------------------------------------------------------------
 
@@ -269,9 +379,11 @@ class PrefixCache:
             evictable = self._tree.num_pages - self._tree.num_pinned_pages
             if evictable < missing:
                 return None  # asking for more than there is must not empty the cache on the way
-            freed = self._tree.evict(missing)
-            self.num_evicted_pages += len(freed)
-            self._pool.free(freed)
+            for evicted in self._tree.evict(missing):
+                self.num_evicted_pages += len(evicted.pages)
+                if self._host is not None and evicted.digests:
+                    self._host.put(evicted.pages, evicted.digests)
+                self._pool.free(evicted.pages)
         return self._pool.try_allocate(num_pages, after)
 
     def _adopt_published(self, lease: Lease, key: bytes) -> None:
@@ -292,7 +404,6 @@ class PrefixCache:
         own = lease.page_table[lease.num_shared_pages : num_whole]
         lease.page_table[lease.num_shared_pages : num_whole] = self._tree.path_pages(node)[-num_new:]
         lease.num_shared_pages = num_whole
-        lease.version += 1
         self._num_private_pages -= num_new
         self._pool.free(own)
 
@@ -300,6 +411,8 @@ class PrefixCache:
         """Free the private pages, but for the first `num_kept_pages`, which belong to the tree now."""
         assert not lease.is_released, "a lease was released twice"
         lease.is_released = True
+        if lease.load is not None:
+            lease.load.abandon()
         private = lease.page_table[lease.num_shared_pages :]
         self._num_private_pages -= len(private)
         self._pool.free(private[num_kept_pages:])

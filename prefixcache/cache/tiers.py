@@ -1,13 +1,12 @@
 """What a prompt's search of the lower tiers has found, and what its load has brought so far.
 
-    page     0 … shared │ computed from the front ──▶          ◀── loaded from the back │ end
-                          ▲ start                    ▲ low                                ▲ end
-
-Both objects belong to the engine thread; the store thread reports to it and reads only what is marked so.
+page     0 … shared │ computed from the front ──▶          ◀── loaded from the back │ end
+                      ▲ start        floor ▲     ▲ low                              ▲ end
 """
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 
 from prefixcache.request import Tier
@@ -25,7 +24,7 @@ class TierRun:
 
 @dataclass(slots=True, eq=False)
 class Search:
-    """One prompt's names outside the process, and where its pages were seen.
+    """One prompt's names outside the process, and where its pages were seen. Engine thread only.
 
     Attributes:
         chain: The digests of its whole pages.
@@ -44,22 +43,25 @@ class Search:
 class Load:
     """Pages on their way into a lease's private pages, the last ones first.
 
+    The engine thread computes pages from the front and the store thread fills them from the back. `lock` decides page
+    by page who writes: the one claims by raising `floor`, the other by lowering `low` as it copies.
+
     Attributes:
         runs: Which pages come from which tier, in page order.
         started_s: When it was given to the stores.
-        low: Pages [low, end) are there and verified.
-        floor: Pages below it are not wanted any more; read by the store thread before each batch.
         expected_s: What the planner thought that all of it would take.
-        is_done: The store thread writes to no page of it any more.
+        low: Pages [low, end) are there and verified.
+        floor: Pages below it are the computation's; none of them is written by the store thread any more.
+        is_done: Nothing more will come. Engine thread only.
     """
 
     runs: list[TierRun]
     started_s: float
+    expected_s: float
     low: int
     floor: int
-    expected_s: float
     is_done: bool = False
-    loaded_pages: dict[Tier, int] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def start(self) -> int:
@@ -69,5 +71,25 @@ class Load:
     def end(self) -> int:
         return self.runs[-1].end
 
-    def tier_of(self, page: int) -> Tier:
-        return next(run.tier for run in self.runs if run.start <= page < run.end)
+    def claim(self, page: int) -> int:
+        """Reserve the pages before `page` for the computation, as far as they are not loaded; return how far that is.
+
+        Engine thread only. May wait for the copy of one batch.
+        """
+        with self.lock:
+            self.floor = max(self.floor, min(page, self.low))
+            return self.floor
+
+    def abandon(self) -> None:
+        """Let nothing more be written; from now on the pages may be used otherwise. Engine thread only."""
+        with self.lock:
+            self.floor = self.end
+
+    def tokens_by_tier(self, start_token: int, page_size: int) -> dict[Tier, int]:
+        """Count the tokens from `start_token` to the load's end by the tier that they come from."""
+        counts: dict[Tier, int] = {}
+        for run in self.runs:
+            num_tokens = run.end * page_size - max(run.start * page_size, start_token)
+            if num_tokens > 0:
+                counts[run.tier] = counts.get(run.tier, 0) + num_tokens
+        return counts

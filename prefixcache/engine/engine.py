@@ -381,20 +381,19 @@ class Engine:
 
     def _note_admissions(self, plan: StepPlan, now_s: float) -> None:
         for sequence in plan.admitted:
-            handle, sample = self._samples[sequence]
+            handle, _ = self._samples[sequence]
             if handle.admitted_s is None:
                 handle.admitted_s = now_s
                 self._num_left_queue += 1
-            if sample.index == 0:
-                usage = handle.usage()
-                self._metrics.prompt_tokens.inc(usage.prompt_tokens)
-                for tier, num_tokens in usage.cached_tokens_by_tier.items():
-                    self._metrics.cached_tokens[tier].inc(num_tokens)
 
     def _note_token(self, handle: OpenRequest, sample: Sample, now_s: float) -> None:
         if handle.first_token_s is None:
             handle.first_token_s = now_s
             self._metrics.ttft_seconds[_hit_kind(handle)].observe(now_s - handle.arrived_s)
+            usage = handle.usage()
+            self._metrics.prompt_tokens.inc(usage.prompt_tokens)
+            for tier, num_tokens in usage.cached_tokens_by_tier.items():
+                self._metrics.cached_tokens[tier].inc(num_tokens)
         if sample.sequence.num_output_tokens:
             self._metrics.itl_seconds.observe(now_s - sample.last_token_s)
         sample.last_token_s = now_s

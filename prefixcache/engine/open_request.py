@@ -10,7 +10,7 @@ from prefixcache.engine.detokenizer import Detokenizer
 from prefixcache.engine.sampler import SamplerState
 from prefixcache.engine.sequence import Sequence
 from prefixcache.errors import PrefixCacheError
-from prefixcache.request import Delta, Finish, FinishReason, GenerateRequest, Tier, Timings, Usage
+from prefixcache.request import Delta, Finish, FinishReason, GenerateRequest, Timings, Usage
 
 
 class DeltaSink(Protocol):
@@ -78,12 +78,12 @@ class OpenRequest:
 
     def usage(self) -> Usage:
         """Sum up tokens. All samples share one prompt, so its cached tokens are those that the first one found."""
-        cached = self.samples[0].sequence.num_cached_tokens or 0
+        cached = self.samples[0].sequence.cached_tokens or {}
         return Usage(
             prompt_tokens=len(self.request.prompt_token_ids),
-            cached_tokens=cached,
+            cached_tokens=sum(cached.values()),
             completion_tokens=sum(sample.sequence.num_output_tokens for sample in self.samples),
-            cached_tokens_by_tier={Tier.DEVICE: cached},
+            cached_tokens_by_tier=dict(cached),
         )
 
     def timings(self, now_s: float) -> Timings:

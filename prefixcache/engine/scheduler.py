@@ -34,9 +34,19 @@ class Work:
 
 @dataclass(slots=True)
 class StepPlan:
+    """What one step does.
+
+    Attributes:
+        work: What is computed.
+        admitted: Sequences that run for the first time.
+        num_preempted: Sequences put back for lack of pages.
+        num_loading: Sequences that wait for other tiers, or for another sequence's prefix, rather than compute.
+    """
+
     work: list[Work] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     num_preempted: int = 0
+    num_loading: int = 0
 
 
 class Scheduler:
@@ -131,14 +141,22 @@ class Scheduler:
                 passed_over.append(sequence)
                 continue
             if sequence.state is SequenceState.WAITING:
-                if self._has_leader(sequence):
+                if self._is_searched_for(sequence) or self._has_leader(sequence):
+                    plan.num_loading += 1
                     continue
                 if not (admits and self._try_admit(sequence, plan)):
                     passed_over.append(sequence)
                     if sequence.overtaken >= MAX_OVERTAKEN:
                         admits = False  # it gets the next pages that come free, before anybody behind it
                     continue
-            num_tokens = min(sequence.num_uncomputed_tokens, budget)
+            assert sequence.lease is not None
+            sequence.num_computed_tokens, num_tokens = self._cache.next_chunk(
+                sequence.lease, sequence.num_computed_tokens, sequence.num_uncomputed_tokens
+            )
+            if num_tokens == 0 and sequence.num_uncomputed_tokens:
+                plan.num_loading += 1
+                continue
+            num_tokens = min(num_tokens, budget)
             plan.work.append(Work(sequence, num_tokens))
             budget -= num_tokens
             served_arrivals.append(sequence.arrival)
@@ -168,6 +186,9 @@ class Scheduler:
             sequence.known_tokens = (self._cache.version, known)
         return known
 
+    def _is_searched_for(self, sequence: Sequence) -> bool:
+        return sequence.search is not None and sequence.search.is_pending
+
     def _has_leader(self, sequence: Sequence) -> bool:
         """Whether a running sequence is about to publish at least a page more of this one's prompt than is known.
 
@@ -193,6 +214,7 @@ class Scheduler:
             num_tokens=len(sequence.token_ids),
             num_spare_tokens=min(sequence.max_tokens - sequence.num_output_tokens, MAX_SPARE_TOKENS),
             reuse=sequence.reuse,
+            search=sequence.search,
         )
         if lease is None:
             return False
@@ -201,8 +223,8 @@ class Scheduler:
         sequence.state = SequenceState.RUNNING
         sequence.lease = lease
         sequence.num_computed_tokens = lease.num_cached_tokens
-        if sequence.num_cached_tokens is None:  # counted once, however often it is preempted
-            sequence.num_cached_tokens = min(lease.num_cached_tokens, sequence.num_prompt_tokens - 1)
+        if sequence.cached_tokens is None:  # counted once, however often it is preempted
+            sequence.cached_tokens = lease.cached_tokens
             plan.admitted.append(sequence)
         return True
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from prefixcache.request import Namespace
+from prefixcache.cache.tiers import Search
+from prefixcache.request import Namespace, Tier
 from prefixcache.tree.lease import Lease
 from prefixcache.tree.node import BYTES_PER_TOKEN, common_prefix_bytes, token_key
 
@@ -33,7 +34,8 @@ class Sequence:
         max_tokens: Most output tokens.
         reuse: False where every prompt position must really be computed.
         num_computed_tokens: Leading tokens whose K/V is in the lease's pages.
-        num_cached_tokens: Prompt tokens that needed no computing at the first admission; None before it.
+        search: What the lower tiers have of the prompt; None where they are not asked.
+        cached_tokens: Prompt tokens that needed no computing, by tier, as its first lease counts them; None before.
         overtaken: In how many steps a younger sequence was computed while this one was passed over.
     """
 
@@ -47,13 +49,18 @@ class Sequence:
     state: SequenceState = SequenceState.WAITING
     lease: Lease | None = None
     num_computed_tokens: int = 0
-    num_cached_tokens: int | None = None
+    search: Search | None = None
+    cached_tokens: dict[Tier, int] | None = None
     overtaken: int = 0
     known_tokens: tuple[int, int] = field(default=(-1, 0))  # (version of the cache, tokens known then)
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
         self.prompt_key = token_key(self.token_ids)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum((self.cached_tokens or {}).values())
 
     @property
     def output_ids(self) -> list[int]:

@@ -114,10 +114,13 @@ class PagePool:
 
     def copy_page(self, source: int, destination: int) -> None:
         """Copy one page's K/V over all layers; ordered on the device like every other step."""
+        self.copy_page_to(source, self, destination)
+
+    def copy_page_to(self, source: int, other: PagePool, destination: int) -> None:
+        """Copy one page into a pool of the same layout, on this device or another one."""
         size = self.page_size
-        self.kv[:, :, destination * size : (destination + 1) * size] = self.kv[
-            :, :, source * size : (source + 1) * size
-        ]
+        target = other.kv[:, :, destination * size : (destination + 1) * size]
+        target.copy_(self.kv[:, :, source * size : (source + 1) * size], non_blocking=True)
 
 
 def page_runs(pages: list[int]) -> list[tuple[int, int]]:

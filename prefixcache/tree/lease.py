@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from prefixcache.request import Namespace
+from prefixcache.request import Namespace, Tier
+from prefixcache.tree.hashing import DigestChain
 from prefixcache.tree.node import Node
 
 
@@ -23,9 +24,12 @@ class Lease:
         node: Deepest pinned node; the path down to it holds exactly the shared pages.
         page_table: Page ids in token order.
         num_shared_pages: How many of them, from the front, belong to the tree.
+        cached_tokens: Prompt tokens that needed no computing, by the tier that had them; grows as loads arrive.
         num_cached_tokens: Tokens whose K/V was there when the lease was taken.
         final_state: The model's final state at the end of the prompt, if an equal prompt left one.
-        version: Changes whenever `page_table` changes in another way than by growing.
+        num_offered_pages: Leading pages that the stores have been offered, or had before.
+        chain: Names of its whole pages outside the process; None where no tier lies below, or none may be used.
+        load: Pages on their way from a lower tier.
     """
 
     namespace: Namespace | None
@@ -33,6 +37,9 @@ class Lease:
     page_table: list[int] = field(default_factory=list)
     num_shared_pages: int = 0
     num_cached_tokens: int = 0
+    cached_tokens: dict[Tier, int] = field(default_factory=dict)
     final_state: Any = None
-    version: int = 0
+    num_offered_pages: int = 0
+    chain: DigestChain | None = None
+    load: Any = None
     is_released: bool = False

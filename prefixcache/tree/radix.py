@@ -189,9 +189,7 @@ class RadixTree:
         self.num_nodes += 1
         return upper
 
-    def extend(
-        self, node: Node, key: bytes, pages: list[int], digests: list[PageDigest]
-    ) -> tuple[Node, list[int]]:
+    def extend(self, node: Node, key: bytes, pages: list[int], digests: list[PageDigest]) -> tuple[Node, list[int]]:
         """Publish whole `pages`, holding the tokens `key` and named by `digests`, below the pinned `node`.
 
         No child of `node` may match a whole page of `key` yet; the caller has looked.
