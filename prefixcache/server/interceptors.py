@@ -177,7 +177,7 @@ def _is_past_deadline(call: Call, context: ServicerContext[Any, Any]) -> bool:
     Both sides watch the deadline. The client cancels when its own clock says so, a little before ours does, also
     because gRPC rounds the time up by as much as one percent on its way.
     """
-    remaining_s = context.time_remaining()
+    remaining_s: Any = context.time_remaining()  # None without a deadline, though its type does not say so
     if remaining_s is None:
         return False
     allowed_s = time.monotonic() - call.started_at + remaining_s
