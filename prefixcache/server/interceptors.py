@@ -181,4 +181,4 @@ def _is_past_deadline(call: Call, context: ServicerContext[Any, Any]) -> bool:
     if remaining_s is None:
         return False
     allowed_s = time.monotonic() - call.started_at + remaining_s
-    return remaining_s <= max(DEADLINE_SLACK_S, DEADLINE_SLACK * allowed_s)
+    return bool(remaining_s <= max(DEADLINE_SLACK_S, DEADLINE_SLACK * allowed_s))
