@@ -15,8 +15,9 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import lmdb
 
@@ -28,7 +29,7 @@ MIN_BYTES = 16 * MIB
 MAX_COMMIT_BYTES = 32 * MIB
 COMMITS_PER_FILE = 32  # a commit is at most this part of the file: what it frees is reused two commits later
 USABLE = 7 / 8  # of the file; the rest is what those commits need
-MAX_TRIES = 4  # to find room in a file that values of other sizes have left in small pieces
+MAX_TRIES = 8  # to find room in a file that values of other sizes have left in pieces; the last frees all there is
 TICK_BYTES = 8
 MAP_GRAIN_BYTES = 64 * 1024  # a multiple of every system's page size
 UNREADABLE = (lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError, lmdb.VersionMismatchError)
@@ -38,6 +39,12 @@ logger = logging.getLogger(__name__)
 
 class StoreInUse(ConfigError):
     """Another process has this folder open."""
+
+
+class _Aged(NamedTuple):
+    key: bytes
+    value: Value
+    tick: int
 
 
 class LruFile:
@@ -92,15 +99,17 @@ class LruFile:
         largest = max((len(value) for _, value in entries), default=0)
         if largest > self.max_value_bytes:
             raise ValueTooLarge(f"a value of {largest} bytes; {self._folder} takes at most {self.max_value_bytes}")
-        for batch in self._in_commits(entries):
+        ticks = reversed(self._take_ticks(len(entries)))
+        aged = [_Aged(key, value, tick) for (key, value), tick in zip(entries, ticks, strict=True)]
+        for batch in self._in_commits(aged):
             self._commit(batch)
 
-    def note_use(self, keys: Iterable[bytes]) -> None:
+    def note_use(self, keys: Sequence[bytes]) -> None:
         """Makes these the ones used last, in this order; keys that are no longer there are passed over."""
         with self._environment.begin(write=True) as txn:
-            for key in keys:
+            for key, tick in zip(keys, self._take_ticks(len(keys)), strict=True):
                 if txn.get(key, db=self._ticks) is not None:
-                    self._tick(txn, key)
+                    self._set_tick(txn, key, tick)
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """Removes what is there."""
@@ -121,7 +130,9 @@ class LruFile:
         try:
             try:
                 self._open_databases()
-            except UNREADABLE as error:
+            except lmdb.Error as error:
+                if not isinstance(error, UNREADABLE) and error.code != 0:  # 0: a format of another LMDB
+                    raise
                 logger.warning("disk store %s cannot be read (%s): starting empty", self._folder, error)
                 file.unlink()
                 self._open_databases()
@@ -145,30 +156,29 @@ class LruFile:
         self._page_bytes = page_bytes
         self._usable_pages = int(self._max_bytes * USABLE) // page_bytes
 
-    def _in_commits(self, entries: Sequence[tuple[bytes, Value]]) -> Iterator[Sequence[tuple[bytes, Value]]]:
+    def _in_commits(self, entries: Sequence[_Aged]) -> Iterator[Sequence[_Aged]]:
         start = num_bytes = 0
-        for index, (_, value) in enumerate(entries):
-            if index > start and num_bytes + len(value) > self.max_value_bytes:
+        for index, entry in enumerate(entries):
+            if index > start and num_bytes + len(entry.value) > self.max_value_bytes:
                 yield entries[start:index]
                 start, num_bytes = index, 0
-            num_bytes += len(value)
+            num_bytes += len(entry.value)
         if entries:
             yield entries[start:]
 
-    def _commit(self, entries: Sequence[tuple[bytes, Value]]) -> None:
-        num_pages = sum(len(value) // self._page_bytes + 2 for _, value in entries)  # last page, and part of the tree
+    def _commit(self, entries: Sequence[_Aged]) -> None:
+        num_pages = sum(len(entry.value) // self._page_bytes + 2 for entry in entries)  # last page, part of the tree
         for num_failed in range(MAX_TRIES):
             try:
                 with self._environment.begin(write=True) as txn:
                     self._make_room(txn, num_pages)
-                    for key, value in entries:
-                        txn.put(key, value, db=self._values)
-                    for key, _ in reversed(entries):
-                        self._tick(txn, key)
+                    for entry in entries:
+                        txn.put(entry.key, entry.value, db=self._values)
+                        self._set_tick(txn, entry.key, entry.tick)
                 return
             except lmdb.MapFullError:  # what is free lies in pieces: free more, for a later commit to reuse
                 with self._environment.begin(write=True) as txn:
-                    self._make_room(txn, num_pages * (2 + num_failed))
+                    self._make_room(txn, num_pages << num_failed + 1)
         raise StoreFull(f"no room in {self._folder} for {len(entries)} values together")
 
     def _make_room(self, txn: lmdb.Transaction, num_pages: int) -> None:
@@ -181,13 +191,16 @@ class LruFile:
         stats = (txn.stat(db) for db in (self._values, self._ages, self._ticks))
         return sum(stat["leaf_pages"] + stat["branch_pages"] + stat["overflow_pages"] for stat in stats)
 
-    def _tick(self, txn: lmdb.Transaction, key: bytes) -> None:
-        tick = self._next_tick.to_bytes(TICK_BYTES)
-        self._next_tick += 1
-        earlier = txn.replace(key, tick, db=self._ticks)
+    def _take_ticks(self, count: int) -> range:
+        self._next_tick += count
+        return range(self._next_tick - count, self._next_tick)
+
+    def _set_tick(self, txn: lmdb.Transaction, key: bytes, tick: int) -> None:
+        packed = tick.to_bytes(TICK_BYTES)
+        earlier = txn.replace(key, packed, db=self._ticks)
         if earlier is not None:
             txn.delete(earlier, db=self._ages)
-        txn.put(tick, key, db=self._ages, append=True)
+        txn.put(packed, key, db=self._ages)
 
     def _remove(self, txn: lmdb.Transaction, key: bytes) -> None:
         tick = txn.pop(key, db=self._ticks)

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from prefixcache.model.tokenizer import ChatMessage
 from prefixcache.request import Namespace
 from tests.support.checks import Known, assert_exact, common_length, oracle
 from tests.support.in_process import UNLIMITED, InProcess, Stream, greedy, tokenizer
@@ -187,6 +188,20 @@ def test_text_that_is_tokenised_anew_matches_as_far_as_its_tokens_do() -> None:
         prompt_text += tokenizer().decode(stream.token_ids, skip_special_tokens=True) + more
 
     assert stream.cached_tokens > 0
+
+
+def test_a_chat_finds_what_its_rendered_turns_have_in_common() -> None:
+    service, known = InProcess(FAMILY), Known()
+    messages = [ChatMessage("system", "Be brief and kind, whatever is asked.")]
+    for text in ("Who are you?", "And where do you live?", "Thank you!"):
+        messages.append(ChatMessage("user", text))
+        stream = service.run_one(greedy(tokenizer().encode_chat(messages), 8))
+        assert_exact(stream, oracle(FAMILY))
+        assert stream.cached_tokens == known.num_cached_tokens(stream)
+        known.add(stream)
+        messages.append(ChatMessage("assistant", tokenizer().decode(stream.token_ids, skip_special_tokens=True)))
+
+    assert stream.cached_tokens > 40
 
 
 def test_samples_share_their_prompt() -> None:
