@@ -13,23 +13,27 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 import torch
 
-from prefixcache import __version__
+from prefixcache import __version__, storage
 from prefixcache._pb.prefixcache.v1 import inference_pb2 as pb
 from prefixcache.cache.prefix_cache import PrefixCache
 from prefixcache.config import Settings
-from prefixcache.engine.engine import Engine, EngineLimits, News, Publish
+from prefixcache.engine.engine import Engine, EngineLimits, Inbox, News, Publish
 from prefixcache.engine.runner import Runner
 from prefixcache.engine.scheduler import Scheduler
 from prefixcache.errors import ConfigError, NotServing
+from prefixcache.kv.codec import FORMAT_VERSION
 from prefixcache.kv.layout import KVLayout, MemoryPlan
 from prefixcache.kv.page_pool import PagePool
 from prefixcache.metrics import Metrics, MetricsServer, serve_metrics
 from prefixcache.model.attention.choose import choose_backend
 from prefixcache.model.decoder import Decoder
 from prefixcache.model.device import choose_device, choose_dtype, free_memory_bytes
+from prefixcache.model.digest import weights_digest
+from prefixcache.model.fingerprint import kv_fingerprint
 from prefixcache.model.loader import LoadedModel, load_model
 from prefixcache.model.spec import DecoderSpec
 from prefixcache.model.tokenizer import Tokenizer
@@ -51,12 +55,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model ready to run, and the room for its K/V."""
+    """A model ready to run, and the room for its K/V.
+
+    Attributes:
+        fingerprint: Names its K/V outside the process; empty where no tier needs it.
+    """
 
     name: str
     decoder: Decoder
     tokenizer: Tokenizer
     plan: MemoryPlan
+    fingerprint: bytes = b""
 
     @property
     def device(self) -> torch.device:
@@ -95,8 +104,14 @@ def prepare(model: LoadedModel, settings: Settings, dtype: torch.dtype, device: 
     """Makes a decoder of a loaded model, whose weights it takes over, and plans the cache with what is then free."""
     spec = model.spec
     layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype)
+    fingerprint = b""
+    if storage.is_configured(settings):  # before the decoder repacks the weights
+        fingerprint = kv_fingerprint(
+            spec, layout, weights_digest(model.state_dict), model.tokenizer.digest(), FORMAT_VERSION
+        )
     decoder = Decoder(spec, model.state_dict, choose_backend(device, spec, layout.page_size, dtype))
-    return ServedModel(model.name, decoder, model.tokenizer, plan_memory(settings, spec, layout, device))
+    plan = plan_memory(settings, spec, layout, device)
+    return ServedModel(model.name, decoder, model.tokenizer, plan, fingerprint)
 
 
 def plan_memory(settings: Settings, spec: DecoderSpec, layout: KVLayout, device: torch.device) -> MemoryPlan:
@@ -116,21 +131,34 @@ def plan_memory(settings: Settings, spec: DecoderSpec, layout: KVLayout, device:
     return plan
 
 
-def build_runner(
-    served: ServedModel, observe_lookup: Callable[[float], None] | None = None
-) -> tuple[Runner, PrefixCache]:
-    """Puts model, page pool and tree together; the pages are allocated here."""
+def build_runner(served: ServedModel) -> tuple[Runner, PrefixCache]:
+    """Puts model, page pool and tree together, and nothing below the device; the pages are allocated here."""
     pool = PagePool(served.plan.layout, served.plan.num_pages, served.device)
-    cache = PrefixCache(RadixTree(pool.page_size, LeastRecentlyUsed()), pool, observe_lookup)
-    return Runner(served.decoder, pool), cache
+    return Runner(served.decoder, pool), PrefixCache(RadixTree(pool.page_size, LeastRecentlyUsed()), pool)
 
 
-def build_engine(served: ServedModel, settings: Settings, metrics: Metrics, publish: Publish) -> Engine:
-    """Puts the engine together; its thread is not started yet."""
+def build_engine(
+    served: ServedModel, settings: Settings, metrics: Metrics, publish: Publish
+) -> tuple[Engine, storage.Storage]:
+    """Puts the engine and the tiers together; the engine's thread is not started yet.
+
+    Raises:
+        ConfigError: A tier cannot be opened.
+    """
     plan = served.plan
-    runner, cache = build_runner(served, metrics.lookup_seconds.observe)
-    return Engine(
-        runner=runner,
+    inbox: Inbox = SimpleQueue()
+    pool = PagePool(plan.layout, plan.num_pages, served.device)
+    tiers = storage.Storage(settings, served.fingerprint, pool, plan.layout, metrics.tiers, inbox.put)
+    cache = PrefixCache(
+        RadixTree(pool.page_size, LeastRecentlyUsed()),
+        pool,
+        metrics.lookup_seconds.observe,
+        tiers.host,
+        tiers.mover,
+        served.fingerprint,
+    )
+    engine = Engine(
+        runner=Runner(served.decoder, pool),
         cache=cache,
         scheduler=Scheduler(cache, settings.max_num_seqs, settings.batched_tokens(served.device.type)),
         tokenizer=served.tokenizer,
@@ -144,7 +172,9 @@ def build_engine(served: ServedModel, settings: Settings, metrics: Metrics, publ
         ),
         metrics=metrics,
         publish=publish,
+        inbox=inbox,
     )
+    return engine, tiers
 
 
 def model_info(served: ServedModel, engine: Engine) -> pb.GetModelInfoResponse:
@@ -193,7 +223,8 @@ class Server:
         )
         self.port = 0
         self._settings = settings
-        self.engine = build_engine(served, settings, metrics, publish)
+        self.engine, self._storage = build_engine(served, settings, metrics, publish)
+        _log.info("tiers below the device: %s", self._storage.describe())
         self._health = HealthMonitor(self.engine, settings.stall_timeout_s)
         self._calls = CallInterceptor(metrics)
         self._servicer = InferenceServicer(self.engine, served.tokenizer, model_info(served, self.engine))
@@ -223,6 +254,7 @@ class Server:
         for task in (watching, waiting):
             task.cancel()
         await asyncio.to_thread(self.engine.stop, ENGINE_STOP_S)
+        await asyncio.to_thread(self._storage.close)
         self._servicer.close()
 
     async def _drain(self) -> None:

@@ -17,7 +17,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import AfterValidator, ByteSize, Field, PlainValidator, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    ByteSize,
+    Field,
+    PlainValidator,
+    SecretStr,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -97,6 +106,23 @@ class Settings(BaseSettings):
     cache_tokens: int | None = Field(
         None, gt=0, description="Room for K/V in tokens; decides instead of --cache-memory."
     )
+    host_memory: ByteCount | None = Field(
+        None, description="Main memory for K/V that the device had to give up, such as 8GiB. Default: none."
+    )
+    disk: str | None = Field(
+        None,
+        description="Folder for K/V that survives a restart; auto is kv in --cache-dir. One process at a time. "
+        "Default: no disk tier.",
+    )
+    disk_size: ByteCount = Field(10 * 2**30, description="Most bytes that the disk tier takes, such as 50GiB.")
+    redis: SecretStr | None = Field(
+        None,
+        description="Redis or Valkey that replicas share: redis://, rediss://, redis+sentinel:// or redis+cluster://. "
+        "Default: none.",
+    )
+    redis_ttl_s: float = Field(
+        24 * 3600.0, gt=0, description="Seconds that a page stays in Redis after it was last written or read."
+    )
     max_num_seqs: int = Field(64, gt=0, description="Most samples that are computed at the same time.")
     max_num_batched_tokens: int | None = Field(
         None,
@@ -152,6 +178,13 @@ class Settings(BaseSettings):
         if self.port and self.port == self.metrics_port and self.host == self.metrics_host:
             raise ValueError(f"port and metrics_port are both {self.port}; they must differ")
         return self
+
+    @property
+    def disk_folder(self) -> Path | None:
+        """The disk tier's folder, if there is to be one."""
+        if self.disk is None:
+            return None
+        return self.cache_dir / "kv" if self.disk == "auto" else Path(self.disk).expanduser()
 
     def cache_memory_bytes(self, device_type: str, free_bytes: int) -> int:
         """Return the bytes for K/V, given what is free on the device with the model loaded.

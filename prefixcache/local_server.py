@@ -30,9 +30,7 @@ class LocalServer:
         description: Model, device and cache size, in words.
     """
 
-    def __init__(
-        self, *flags: str, log: IO[str] | None = None, on_line: Callable[[str], None] | None = None
-    ) -> None:
+    def __init__(self, *flags: str, log: IO[str] | None = None, on_line: Callable[[str], None] | None = None) -> None:
         self.address = self.metrics_url = self.description = ""
         self._on_line = on_line
         command = [sys.executable, "-m", "prefixcache", "serve", "--port", "0", "--metrics-port", "0", *flags]

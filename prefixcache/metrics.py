@@ -59,6 +59,69 @@ LOOKUP_BUCKETS_S = (1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 
 STEP_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
+TRANSFER_BUCKETS_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+
+
+class TierMetrics:
+    """What is counted of the tiers below the device. Any thread.
+
+    Labels are closed sets: tiers, operations, and the reasons and error kinds that cache and stores define.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, help_text: str, *labels: str) -> Counter:
+            return Counter(f"prefixcache_{name}_total", help_text, ["tier", *labels], registry=registry)
+
+        self._missed = counter("tier_missed_pages", "Pages asked of a tier and not used, by why not.", "reason")
+        self._loaded = counter("tier_loaded_bytes", "Bytes of verified pages brought to the device.")
+        self._saved = counter("tier_saved_bytes", "Bytes of pages written.")
+        self._not_saved = counter("tier_not_saved_pages", "Pages that were not written, by why not.", "reason")
+        self._expected = counter("tier_load_expected_seconds", "What the planner expected finished loads to take.")
+        self._actual = counter("tier_load_actual_seconds", "What the same loads took.")
+        self._errors = counter("store_errors", "Store calls that failed, by kind.", "kind")
+        self._calls = Histogram(
+            "prefixcache_store_call_seconds",
+            "Time of one store call.",
+            ["tier", "operation"],
+            buckets=TRANSFER_BUCKETS_S,
+            registry=registry,
+        )
+        self._up = Gauge(
+            "prefixcache_store_up",
+            "1 while the store is in use, 0 while its circuit breaker keeps away from it; for all of it, or writes.",
+            ["tier", "side"],
+            registry=registry,
+        )
+        self._host_pages = Gauge("prefixcache_host_pages", "Pages held in host memory.", registry=registry)
+
+    def missed(self, tier: Tier, reason: str, num_pages: int) -> None:
+        self._missed.labels(tier.value, reason).inc(num_pages)
+
+    def loaded(self, tier: Tier, num_bytes: int) -> None:
+        self._loaded.labels(tier.value).inc(num_bytes)
+
+    def saved(self, tier: Tier, num_bytes: int) -> None:
+        self._saved.labels(tier.value).inc(num_bytes)
+
+    def not_saved(self, tier: Tier, reason: str, num_pages: int) -> None:
+        self._not_saved.labels(tier.value, reason).inc(num_pages)
+
+    def load_finished(self, tier: Tier, expected_s: float, actual_s: float) -> None:
+        self._expected.labels(tier.value).inc(expected_s)
+        self._actual.labels(tier.value).inc(actual_s)
+
+    def store_called(self, tier: Tier, operation: str, seconds: float, outcome: str) -> None:
+        self._calls.labels(tier.value, operation).observe(seconds)
+        if outcome not in {"ok", "cancelled"}:
+            self._errors.labels(tier.value, outcome).inc()
+
+    def store_state(self, tier: Tier, side: str, *, is_up: bool) -> None:
+        self._up.labels(tier.value, side).set(is_up)
+
+    def set_host_pages(self, num_pages: int) -> None:
+        self._host_pages.set(num_pages)
+
+
 class Metrics:
     """All counters, gauges and histograms of one server.
 
@@ -68,6 +131,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.tiers = TierMetrics(self.registry)
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
 

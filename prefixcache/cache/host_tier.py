@@ -23,7 +23,11 @@ class HostTier:
         self._pool = pool
         self._device_pool = device_pool
         self._page_at: OrderedDict[bytes, int] = OrderedDict()  # proof -> page, least recently used first
-        self.num_evicted_pages = 0
+
+    @property
+    def capacity_pages(self) -> int:
+        """Pages that can be held."""
+        return self._pool.num_pages
 
     @property
     def num_pages(self) -> int:
@@ -56,7 +60,5 @@ class HostTier:
     def _allocate(self) -> int:
         pages = self._pool.try_allocate(1)
         if pages is None:
-            _, page = self._page_at.popitem(last=False)
-            self.num_evicted_pages += 1
-            return page
+            return self._page_at.popitem(last=False)[1]
         return pages[0]

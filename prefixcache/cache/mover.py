@@ -18,9 +18,10 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,12 +29,13 @@ from prefixcache.cache.planner import PrefillEstimate, TransferEstimate, meeting
 from prefixcache.cache.tiers import Load, Search, TierRun
 from prefixcache.kv.codec import Mismatch, PageCodec, PageIdentity
 from prefixcache.kv.transfer import PageBuffer, PageTransfer
+from prefixcache.metrics import TierMetrics
 from prefixcache.request import Namespace, Tier
 from prefixcache.store.base import PageStore, StoreError, Value
 from prefixcache.store.worker import StoreWorker
 from prefixcache.tree.hashing import DigestChain, little_endian
 from prefixcache.tree.lease import Lease
-from prefixcache.tree.node import BYTES_PER_TOKEN
+from prefixcache.tree.node import BYTES_PER_TOKEN, PageDigest
 
 log = logging.getLogger(__name__)
 
@@ -47,20 +49,6 @@ MAX_PENDING_PAGES = 4096
 MAX_REMEMBERED_KEYS = 100_000
 # What a skipped look-up takes off a tier's latency estimate, so that a tier that recovers is tried again.
 FORGETTING = 0.97
-
-
-class TierEvents(Protocol):
-    """Told what happens, for metrics. Any thread."""
-
-    def missed(self, tier: Tier, reason: str, num_pages: int) -> None: ...
-
-    def loaded(self, tier: Tier, num_bytes: int, seconds: float) -> None: ...
-
-    def saved(self, tier: Tier, num_bytes: int, seconds: float) -> None: ...
-
-    def not_saved(self, tier: Tier, reason: str, num_pages: int) -> None: ...
-
-    def predicted(self, tier: Tier, expected_s: float, actual_s: float) -> None: ...
 
 
 @dataclass(slots=True)
@@ -83,7 +71,7 @@ class TierMover:
         fingerprint: Names the model and the layout of its K/V; part of every page's digest.
         page_size: Tokens in a page.
         post: Runs a callable on the engine thread, soon.
-        events: Told for metrics.
+        metrics: Told what happens.
     """
 
     def __init__(
@@ -95,7 +83,7 @@ class TierMover:
         fingerprint: bytes,
         page_size: int,
         post: Post,
-        events: TierEvents,
+        metrics: TierMetrics,
     ) -> None:
         self.prefill = PrefillEstimate()
         self._tiers = tiers
@@ -106,10 +94,11 @@ class TierMover:
         self._fingerprint = fingerprint
         self._page_size = page_size
         self._post = post
-        self._events = events
+        self._metrics = metrics
         self._page_bytes = codec.header_bytes + codec.payload_bytes
         self._batch_pages = max(1, BATCH_BYTES // self._page_bytes)
         self._num_pending_pages = 0
+        self._saves: set[Future[None]] = set()
         self._known: OrderedDict[bytes, None] = OrderedDict()
         self._save_buffer: PageBuffer | None = None
         self._save_turn = asyncio.Lock()
@@ -144,7 +133,7 @@ class TierMover:
         for tier in self._tiers:
             if tier not in asked:
                 tier.estimate.latency_s *= FORGETTING
-                self._events.missed(tier.tier, "slower", end - start)
+                self._metrics.missed(tier.tier, "slower", end - start)
         if not asked:
             return None
         chain = self.chain(namespace)
@@ -162,7 +151,7 @@ class TierMover:
             try:
                 count = await tier.store.count_leading(keys[num_found:]) if num_found < len(keys) else 0
             except StoreError as error:
-                self._events.missed(tier.tier, error.kind, len(keys) - num_found)
+                self._metrics.missed(tier.tier, error.kind, len(keys) - num_found)
                 count = 0
             seconds = time.monotonic() - started_s
             self._post(lambda tier=tier, seconds=seconds: tier.estimate.observe_latency(seconds))  # type: ignore[misc]
@@ -170,7 +159,7 @@ class TierMover:
                 runs.append(TierRun(tier.tier, start + num_found, start + num_found + count))
                 num_found += count
         if num_found < len(keys):
-            self._events.missed(tiers[-1].tier, "absent", len(keys) - num_found)
+            self._metrics.missed(tiers[-1].tier, "absent", len(keys) - num_found)
 
         def answer() -> None:
             search.runs = runs
@@ -198,7 +187,7 @@ class TierMover:
         meet = meeting_page(self.prefill, start, end, self._page_size, expected_s / (end - start), latency_s)
         if meet >= end:
             for run in runs:
-                self._events.missed(run.tier, "slower", run.end - run.start)
+                self._metrics.missed(run.tier, "slower", run.end - run.start)
             return None
         load = Load(runs, time.monotonic(), expected_s, low=end, floor=start)
         identities = self._identities(search.chain, key, start, end)
@@ -253,7 +242,7 @@ class TierMover:
             try:
                 values = await reading
             except StoreError as error:
-                self._events.missed(run.tier, error.kind, high - run.start)
+                self._metrics.missed(run.tier, error.kind, high - run.start)
                 return False
             following = batches[index + 1] if index + 1 < len(batches) else None
             if following is not None and following[1] > load.floor:
@@ -266,7 +255,7 @@ class TierMover:
             if num_placed < high - low:
                 return False
             if following is not None and following[1] <= load.floor:
-                self._events.missed(run.tier, "abandoned", following[1] - run.start)
+                self._metrics.missed(run.tier, "abandoned", following[1] - run.start)
                 return False
         return True
 
@@ -283,7 +272,7 @@ class TierMover:
             if isinstance(payload, memoryview):
                 payloads.append(payload)
                 continue
-            self._events.missed(tier, "absent" if payload is None else payload.value, 1)
+            self._metrics.missed(tier, "absent" if payload is None else payload.value, 1)
             if isinstance(payload, Mismatch) and payload.is_corrupt:
                 await self._delete(store, identity.key)
             break
@@ -314,13 +303,14 @@ class TierMover:
         """Let the engine thread learn from a batch. Store thread."""
         if num_pages:
             num_bytes = num_pages * self._page_bytes
-            self._events.loaded(tier, num_bytes, seconds)
+            self._metrics.loaded(tier, num_bytes)
             self._post(lambda: self._by_tier[tier].estimate.observe(num_bytes, seconds))
 
     def _finish_load(self, load: Load) -> None:
         load.is_done = True
         if load.low == load.start:
-            self._events.predicted(load.runs[-1].tier, load.expected_s, time.monotonic() - load.started_s)
+            self._metrics.load_finished(load.runs[-1].tier, load.expected_s, time.monotonic() - load.started_s)
+            log.debug("loaded %d pages, expected %.3f s", load.end - load.start, load.expected_s)
 
     # --- save --------------------------------------------------------------------------------------------------
 
@@ -333,7 +323,7 @@ class TierMover:
         fresh = [i for i in range(start, end) if chain.digests[i].key not in self._known]
         if fresh and self._num_pending_pages + len(fresh) > MAX_PENDING_PAGES:
             for tier in self._tiers:
-                self._events.not_saved(tier.tier, "queue_full", len(fresh))
+                self._metrics.not_saved(tier.tier, "queue_full", len(fresh))
             fresh = []
         if not fresh:
             unpin()
@@ -342,9 +332,11 @@ class TierMover:
         self._num_pending_pages += len(fresh)
         self.remember(chain.digests[i] for i in fresh)
         job = [(identities[i - start], pages[i - start]) for i in fresh]
-        self._start(self._save(job, self._transfer.fence(), unpin))
+        saving = self._start(self._save(job, self._transfer.fence(), unpin))
+        self._saves.add(saving)
+        saving.add_done_callback(self._saves.discard)
 
-    def remember(self, digests: Any) -> None:
+    def remember(self, digests: Iterable[PageDigest]) -> None:
         """Note pages that the stores have, or are about to have."""
         for digest in digests:
             self._known[digest.key] = None
@@ -374,14 +366,13 @@ class TierMover:
             self._codec.seal(value, identity)
             entries.append((identity.key, value))
         for tier in self._tiers:
-            started_s = time.monotonic()
             try:
                 await tier.store.write(entries)
             except StoreError as error:
-                self._events.not_saved(tier.tier, error.kind, len(entries))
+                self._metrics.not_saved(tier.tier, error.kind, len(entries))
                 self._post(lambda: self._forget([key for key, _ in entries]))
             else:
-                self._events.saved(tier.tier, len(entries) * self._page_bytes, time.monotonic() - started_s)
+                self._metrics.saved(tier.tier, len(entries) * self._page_bytes)
 
     def _forget(self, keys: list[bytes]) -> None:
         for key in keys:
@@ -393,17 +384,16 @@ class TierMover:
 
     # --- running -----------------------------------------------------------------------------------------------
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        self._worker.run(work).add_done_callback(_log_failure)
+    def _start(self, work: Coroutine[Any, Any, None]) -> Future[None]:
+        future = self._worker.run(work)
+        future.add_done_callback(_log_failure)
+        return future
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until what is queued for writing is written; False where that took too long. Not the engine thread."""
-        deadline_s = time.monotonic() + timeout_s
-        while self._num_pending_pages and time.monotonic() < deadline_s:
-            time.sleep(0.01)
-        return self._num_pending_pages == 0
+        """Wait until what is queued for writing is written; False where that took too long. The engine has ended."""
+        return not wait(self._saves, timeout_s).not_done
 
 
-def _log_failure(future: Any) -> None:
+def _log_failure(future: Future[None]) -> None:
     if not future.cancelled() and (error := future.exception()) is not None:
         log.error("the store thread met an unexpected error", exc_info=error)

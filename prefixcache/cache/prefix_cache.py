@@ -16,6 +16,7 @@ from typing import Any
 
 from prefixcache.cache.host_tier import HostTier
 from prefixcache.cache.mover import TierMover
+from prefixcache.cache.planner import attention_pairs
 from prefixcache.cache.tiers import Load, Search
 from prefixcache.kv.page_pool import PagePool
 from prefixcache.request import Namespace, Tier
@@ -244,6 +245,13 @@ class PrefixCache:
     def drop(self, namespace: Namespace) -> None:
         """Forget all that a namespace holds and no lease uses."""
         self._pool.free(self._tree.drop(namespace))
+
+    def note_step(self, prefills: list[tuple[int, int]], seconds: float) -> None:
+        """Learn how long a step took: of each sequence its new tokens, and all its computed tokens after them."""
+        if self._mover is not None:
+            num_tokens = sum(count for count, _ in prefills)
+            pairs = sum(attention_pairs(count, computed - count) for count, computed in prefills)
+            self._mover.prefill.observe(num_tokens, pairs, seconds)
 
     # --- inspection --------------------------------------------------------------------------------------------
 

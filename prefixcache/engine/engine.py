@@ -34,9 +34,12 @@ log = logging.getLogger(__name__)
 
 News = tuple[DeltaSink, Delta | PrefixCacheError]
 Publish = Callable[[list[News]], None]
+Inbox = SimpleQueue["OpenRequest | Callable[[], None]"]
 
 # How often an idle engine comes round, so that its heartbeat stays fresh.
 IDLE_S = 0.25
+# How long a step's worth of waiting lasts when all that is left to do is to wait for pages of lower tiers.
+LOADING_S = 0.005
 # When to come back to a full queue. A queue drains by whole requests; sooner would mostly meet it full again.
 RETRY_AFTER_MS = 1000
 
@@ -63,6 +66,7 @@ class Engine:
         limits: Checked at `submit`.
         metrics: Told of every step.
         publish: Called once a step, on the engine thread, with everything that the step has to say.
+        inbox: Where messages for the engine thread are put: by `submit` and `abort`, and by the cache's mover.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class Engine:
         limits: EngineLimits,
         metrics: Metrics,
         publish: Publish,
+        inbox: Inbox,
     ) -> None:
         self.limits = limits
         self._runner = runner
@@ -82,7 +87,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._publish = publish
-        self._inbox: SimpleQueue[OpenRequest | Callable[[], None]] = SimpleQueue()
+        self._inbox = inbox
         self._open: dict[OpenRequest, None] = {}  # accepted and not yet ended
         self._samples: dict[Sequence, tuple[OpenRequest, Sample]] = {}
         self._serials = itertools.count(1)
@@ -90,6 +95,7 @@ class Engine:
         self._num_submitted = 0  # written by the submitting thread only
         self._num_left_queue = 0  # written by the engine thread only
         self._heartbeat_s = time.monotonic()
+        self._is_loading = False  # the last step found nothing to compute but pages to wait for
         self._is_draining = False
         self._is_stopping = False
         self._failure: EngineFailed | None = None
@@ -186,7 +192,8 @@ class Engine:
     def _take_messages(self) -> None:
         """Handle what has arrived; with nothing to do, wait a little for it."""
         try:
-            message = self._inbox.get(block=not self._scheduler.has_work, timeout=IDLE_S)
+            is_idle = not self._scheduler.has_work
+            message = self._inbox.get(block=is_idle or self._is_loading, timeout=IDLE_S if is_idle else LOADING_S)
             while True:
                 if isinstance(message, OpenRequest):
                     self._open_request(message)
@@ -199,7 +206,8 @@ class Engine:
     def _step(self) -> None:
         started_s = time.monotonic()
         plan = self._scheduler.schedule()
-        if not plan.work:
+        self._is_loading = not plan.work
+        if self._is_loading and not plan.num_loading:
             raise RuntimeError("sequences wait, none runs, and none could be admitted")
         self._note_admissions(plan, started_s)
         ready = [work for work in plan.work if work.num_tokens == 0]
@@ -208,6 +216,9 @@ class Engine:
         to_run = [work for work in plan.work if work.num_tokens]
         if to_run:
             self._run_work(to_run)
+            self._cache.note_step(
+                [(w.num_tokens, w.sequence.num_computed_tokens) for w in to_run], time.monotonic() - started_s
+            )
         self._note_step(plan, time.monotonic() - started_s)
 
     def _run_work(self, work: list[Work]) -> None:
@@ -339,6 +350,8 @@ class Engine:
             )
             detokenizer = Detokenizer(self._tokenizer, params.skip_special_tokens, params.stop)
             sample = Sample(index, sequence, state, detokenizer)
+            if index == 0 and sequence.reuse:  # the other samples wait for the first one's prefix anyway
+                sequence.search = self._cache.search(namespace, sequence.prompt_key)
             handle.samples.append(sample)
             self._samples[sequence] = handle, sample
             self._scheduler.add(sequence)

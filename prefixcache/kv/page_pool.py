@@ -88,7 +88,7 @@ class PagePool:
         kv: The memory, `[num_layers, 2, num_pages * page_size, num_kv_heads, head_dim]`.
     """
 
-    def __init__(self, layout: KVLayout, num_pages: int, device: torch.device) -> None:
+    def __init__(self, layout: KVLayout, num_pages: int, device: torch.device, *, pinned: bool = False) -> None:
         self.num_pages = num_pages
         self.page_size = layout.page_size
         # zeros, not empty: whatever a kernel reads past a sequence's end and masks out must not be a NaN
@@ -96,6 +96,7 @@ class PagePool:
             (layout.num_layers, 2, num_pages * layout.page_size, layout.num_kv_heads, layout.head_dim),
             dtype=layout.dtype,
             device=device,
+            pin_memory=pinned,
         )
         self._free = FreeRuns(num_pages)
 

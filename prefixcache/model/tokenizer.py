@@ -9,6 +9,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from prefixcache.errors import InvalidRequest, ModelError
+from prefixcache.model.digest import tokenizer_digest
 from prefixcache.model.text_stream import ByteStream, TextStream, WindowStream, decoder_steps
 
 
@@ -78,6 +79,10 @@ class Tokenizer:
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise InvalidRequest("messages", f"the model's chat template refuses them: {error}") from error
         return self.encode(str(text), add_special_tokens=False)
+
+    def digest(self) -> bytes:
+        """Return 32 bytes that stand for how text becomes ids. Takes a moment: the whole tokenizer is serialised."""
+        return tokenizer_digest(self._chat_tokenizer)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of some tokens; bytes that are no UTF-8 become U+FFFD, unknown ids nothing."""

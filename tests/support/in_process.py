@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -214,7 +215,7 @@ class InProcess:
     def _new_engine(self) -> Engine:
         limits = EngineLimits(MAX_MODEL_LEN, VOCAB_SIZE, PAGE_SIZE, self.num_pages, max_queue=10_000)
         scheduler = Scheduler(self.cache, self._max_num_seqs, self._chunk)
-        return Engine(self._runner, self.cache, scheduler, tokenizer(), limits, self.metrics, _publish)
+        return Engine(self._runner, self.cache, scheduler, tokenizer(), limits, self.metrics, _publish, SimpleQueue())
 
 
 def submit(engine: Engine, request: GenerateRequest) -> Stream:
