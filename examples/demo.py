@@ -8,6 +8,7 @@ answers, and stops the server. Nothing here knows more than the public client do
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import time
@@ -21,6 +22,7 @@ from statistics import median
 from typing import IO
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from prefixcache.client import Client, RequestFailed
@@ -31,9 +33,9 @@ Messages = list[dict[str, str]]
 
 HANDBOOK = Path(__file__).with_name("handbook.md").read_text(encoding="utf-8")
 QUESTIONS = (
-    "What is the unit of sharing, and how many tokens does it hold?",
     "On which port does the server listen for gRPC?",
-    "What happens on SIGTERM?",
+    "How many parameters does the default model have?",
+    "How long is the grace period?",
 )
 CHAT = (
     "Name three fruits, please.",
@@ -43,6 +45,7 @@ CHAT = (
 TOPICS = ("prefill", "decode", "TTFT", "a prefix", "gRPC", "a token", "a prompt", "an agent")
 SHARED_CHARACTERS = 2_000  # of the handbook, in front of each of the eight
 
+LOG_PREFIX = re.compile(r"\S+Z [A-Z]+ \S+ ")  # time, level and logger of a log line
 CACHE_TOKENS = 16_384  # the document twice (once cached, once without the cache) and the rest
 ANSWER_TOKENS = 24
 # Reading 6,000 tokens without the cache takes a small CPU half a minute. Of the comparisons that take so long, those
@@ -183,13 +186,11 @@ def table(rows: Sequence[Row]) -> Table:
 
 def print_answers(console: Console, rows: Sequence[Row]) -> None:
     """The answers, each under what was asked."""
-    console.print(
-        "\n[bold]Answers[/bold] (from a model of 135 million parameters: quick to run, modest in what it knows)"
-    )
+    console.print("\n[bold]Answers[/bold] (cut short; a model of 135 million parameters is modest in what it knows)")
     for row in rows:
         for request, run in zip(row.requests, row.runs, strict=True):
             question = request[-1]["content"].rpartition("\n")[2]
-            console.print(f"\n[bold]> {question}[/bold]\n{run.text} …", highlight=False)
+            console.print(f"\n[bold]> {escape(question)}[/bold]\n{escape(run.text)}", highlight=False)
 
 
 @contextmanager
@@ -207,7 +208,7 @@ def server_log(console: Console) -> Iterator[IO[str]]:
             with os.fdopen(reader_fd) as reader:
                 for line in reader:
                     latest.append(line.rstrip())
-                    status.update(f"Starting the server: {latest[-1]}")
+                    status.update(f"Starting the server: {escape(LOG_PREFIX.sub('', latest[-1])[:50])}")
 
         threading.Thread(target=follow, daemon=True).start()  # goes on after the block, or the server would block
         try:
