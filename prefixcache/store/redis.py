@@ -35,7 +35,7 @@ class RedisLimits:
     max_value_bytes: int = 64 * MIB  # Redis itself ends at 512 MiB
     max_batch_bytes: int = 4 * MIB  # commands and replies; up to two batches are under way on a connection
     connect_timeout_s: float = 1.0
-    reply_timeout_s: float = 5.0  # for a single reply; how long a whole call may take is for the guard to say
+    batch_timeout_s: float = 5.0  # how long a whole call may take is for the guard to say
 
 
 class RedisStore:
@@ -147,7 +147,7 @@ class RedisStore:
         async def ask_one(indexes: list[int]) -> None:
             batches = _in_batches([commands[index] for index in indexes], reply_bytes, self._limits.max_batch_bytes)
             async with self._connections.lend(names[indexes[0]]) as connection:
-                answers = await exchange(connection, batches, self._limits.reply_timeout_s)
+                answers = await exchange(connection, batches, self._limits.batch_timeout_s)
             for index, answer in zip(indexes, answers, strict=True):
                 replies[index] = answer
 
