@@ -37,6 +37,16 @@ QUESTIONS = (
     "How many parameters does the default model have?",
     "How long is the grace period?",
 )
+PERSONA = (
+    "You are the assistant of a small public library in a town by the sea. Visitors of every age write to you. "
+    "Be friendly, be brief, and answer in one short sentence. Use simple words, since some of them are still "
+    "learning the language. If you are asked for a list, give exactly as many items as were asked for. Do not repeat "
+    "the question. Do not speak about yourself unless you are asked to. If you do not know something, say so, and "
+    "send the visitor to the desk on the ground floor, which is open from nine to five on weekdays and until noon on "
+    "Saturdays. Books may be kept for four weeks, films for one. Never promise that a book is on the shelf; it may "
+    "have been lent a minute ago. Never give medical or legal advice. Be kind to children, and do not ask them for "
+    "their names. When somebody says thank you, answer with a smile."
+)
 CHAT = (
     "Name three fruits, please.",
     "Which of them is the sweetest?",
@@ -107,7 +117,7 @@ class Demo:
 
     def chat(self) -> None:
         """Three turns, each of which sends all that was said before."""
-        history: Messages = [_system("You are a friendly assistant. Answer in one short sentence.")]
+        history: Messages = [_system(PERSONA)]
         for turn, text in enumerate(CHAT, start=1):
             history.append(_user(text))
             row = self._ask(f"Chat, turn {turn}", [list(history)])
