@@ -296,6 +296,7 @@ async def test_tls_is_checked(tmp_path: Path, new_keys: NewKeys) -> None:  # E17
 
 
 async def test_a_replica_takes_no_changes(tmp_path: Path, server: RedisServer, new_keys: NewKeys) -> None:
+    server.cli("config", "set", "repl-diskless-sync-delay", "0")
     with redis_server(tmp_path, "--replicaof", "127.0.0.1", str(server.port)) as replica:
         for _ in range(200):
             if "master_link_status:up" in replica.cli("info", "replication"):
