@@ -394,7 +394,7 @@ async def test_slots_that_move(tmp_path: Path, new_keys: NewKeys) -> None:
             expected = [None if key in moving else key * 100 for key in keys]  # ASK: on the move, so not there
             assert await store.read(keys) == expected
             for key in moving:
-                for server in servers:
+                for server in (servers[2], servers[0], servers[1]):  # who gets it is told first
                     server.cli("cluster", "setslot", str(slot_of(servers[0], key)), "node", ids[2])
             assert await store.read(keys) == [key * 100 for key in keys]  # MOVED: followed
 
