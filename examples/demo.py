@@ -8,6 +8,7 @@ answers, and stops the server. Nothing here knows more than the public client do
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import time
@@ -21,6 +22,7 @@ from statistics import median
 from typing import IO
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from prefixcache.client import Client, RequestFailed
@@ -31,9 +33,19 @@ Messages = list[dict[str, str]]
 
 HANDBOOK = Path(__file__).with_name("handbook.md").read_text(encoding="utf-8")
 QUESTIONS = (
-    "What is the unit of sharing, and how many tokens does it hold?",
     "On which port does the server listen for gRPC?",
-    "What happens on SIGTERM?",
+    "How many parameters does the default model have?",
+    "How long is the grace period?",
+)
+PERSONA = (
+    "You are the assistant of a small public library in a town by the sea. Visitors of every age write to you. "
+    "Be friendly, be brief, and answer in one short sentence. Use simple words, since some of them are still "
+    "learning the language. If you are asked for a list, give exactly as many items as were asked for. Do not repeat "
+    "the question. Do not speak about yourself unless you are asked to. If you do not know something, say so, and "
+    "send the visitor to the desk on the ground floor, which is open from nine to five on weekdays and until noon on "
+    "Saturdays. Books may be kept for four weeks, films for one. Never promise that a book is on the shelf; it may "
+    "have been lent a minute ago. Never give medical or legal advice. Be kind to children, and do not ask them for "
+    "their names. When somebody says thank you, answer with a smile."
 )
 CHAT = (
     "Name three fruits, please.",
@@ -43,6 +55,7 @@ CHAT = (
 TOPICS = ("prefill", "decode", "TTFT", "a prefix", "gRPC", "a token", "a prompt", "an agent")
 SHARED_CHARACTERS = 2_000  # of the handbook, in front of each of the eight
 
+LOG_PREFIX = re.compile(r"\S+Z [A-Z]+ \S+ ")  # time, level and logger of a log line
 CACHE_TOKENS = 16_384  # the document twice (once cached, once without the cache) and the rest
 ANSWER_TOKENS = 24
 # Reading 6,000 tokens without the cache takes a small CPU half a minute. Of the comparisons that take so long, those
@@ -104,7 +117,7 @@ class Demo:
 
     def chat(self) -> None:
         """Three turns, each of which sends all that was said before."""
-        history: Messages = [_system("You are a friendly assistant. Answer in one short sentence.")]
+        history: Messages = [_system(PERSONA)]
         for turn, text in enumerate(CHAT, start=1):
             history.append(_user(text))
             row = self._ask(f"Chat, turn {turn}", [list(history)])
@@ -183,13 +196,11 @@ def table(rows: Sequence[Row]) -> Table:
 
 def print_answers(console: Console, rows: Sequence[Row]) -> None:
     """The answers, each under what was asked."""
-    console.print(
-        "\n[bold]Answers[/bold] (from a model of 135 million parameters: quick to run, modest in what it knows)"
-    )
+    console.print("\n[bold]Answers[/bold] (cut short; a model of 135 million parameters is modest in what it knows)")
     for row in rows:
         for request, run in zip(row.requests, row.runs, strict=True):
             question = request[-1]["content"].rpartition("\n")[2]
-            console.print(f"\n[bold]> {question}[/bold]\n{run.text} …", highlight=False)
+            console.print(f"\n[bold]> {escape(question)}[/bold]\n{escape(run.text)}", highlight=False)
 
 
 @contextmanager
@@ -207,7 +218,7 @@ def server_log(console: Console) -> Iterator[IO[str]]:
             with os.fdopen(reader_fd) as reader:
                 for line in reader:
                     latest.append(line.rstrip())
-                    status.update(f"Starting the server: {latest[-1]}")
+                    status.update(f"Starting the server: {escape(LOG_PREFIX.sub('', latest[-1])[:50])}")
 
         threading.Thread(target=follow, daemon=True).start()  # goes on after the block, or the server would block
         try:

@@ -7,7 +7,7 @@ from prefixcache.client import Client
 handbook = Path(__file__).with_name("handbook.md").read_text(encoding="utf-8")
 
 with Client("127.0.0.1:50051") as client:
-    for question in ("How many tokens does one page hold?", "On which port are the metrics?"):
+    for question in ("On which port does the server listen for gRPC?", "How long is the grace period?"):
         print(f"> {question}")
         messages = [{"role": "system", "content": handbook}, {"role": "user", "content": question}]
         for delta in client.generate(messages=messages, max_tokens=60, temperature=0.0):

@@ -37,7 +37,7 @@ from prefixcache.model.loader import locate
 PREFIX_TOKENS = 2048
 NEW_TOKENS = 64
 SUFFIX_TOKENS = 32
-ANSWER_TOKENS = 64
+ANSWER_TOKENS = 32
 CLIENTS = (1, 4, 16)
 # Room for what one bench computes: enough that nothing it measures is evicted.
 CACHE_TOKENS = 65_536
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     with open(os.devnull, "w", encoding="utf-8") as nowhere, LocalServer(*flags, log=nowhere) as server:
         console.print(f"measuring {server.description}")
         result["server"] = server.description
-        bench = Bench(settings, server.address, 3 if args.quick else 7, console.print)
+        bench = Bench(settings, server.address, 3 if args.quick else 5, console.print)
         result["rows"] = [row.as_json() for row in asyncio.run(bench.rows(with_transformers=not args.quick))]
     console.print(_table(result["rows"]))
     json.dump(result, sys.stdout, indent=2)
@@ -170,7 +170,7 @@ class Bench:
         return Row(name, ours, {"bare decode steps alone": bare})
 
     async def _unique(self, service: ServiceBench) -> Row:
-        cached, uncached = await service.unique_throughput(256, 8, 16, self._repeat)
+        cached, uncached = await service.unique_throughput(128, 4, 16, self._repeat)
         row = Row("throughput, unique prompts, cache on", cached, {"cache off": uncached})
         row.aim = "at least 0.99 x cache off", row.ratio("cache off") >= 0.99
         return row

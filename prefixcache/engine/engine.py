@@ -98,6 +98,7 @@ class Engine:
         self._is_loading = False  # the last step found nothing to compute but pages to wait for
         self._is_draining = False
         self._is_stopping = False
+        self._has_ended = False  # nothing in the inbox will be looked at any more
         self._failure: EngineFailed | None = None
         self._num_evicted_pages = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -127,6 +128,8 @@ class Engine:
         self._num_submitted += 1
         self._open[handle] = None
         self._inbox.put(handle)
+        if self._has_ended and self._open.pop(handle, False) is None:  # too late for the engine to have seen it
+            raise self._failure or NotServing("the server is shutting down")
         return handle
 
     def abort(self, handle: OpenRequest) -> None:
@@ -385,9 +388,10 @@ class Engine:
 
     def _end_all(self, error: PrefixCacheError) -> None:
         """End every open request with `error`, those still in the inbox too; the engine's last act."""
-        self._is_draining = True
+        self._is_draining = self._has_ended = True
         handles = list(self._open)
-        self._open.clear()
+        for handle in handles:
+            self._open.pop(handle, None)
         self._publish([(handle.sink, error) for handle in handles])
 
     # --- bookkeeping -------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import asyncio
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from redis.exceptions import AskError, MovedError, RedisClusterException, RedisError, ResponseError
 
@@ -33,9 +34,9 @@ class RedisLimits:
 
     max_connections: int = 4  # to each server; a call that finds none free waits
     max_value_bytes: int = 64 * MIB  # Redis itself ends at 512 MiB
-    max_batch_bytes: int = 4 * MIB  # commands and replies; up to two batches are under way on a connection
+    max_batch_bytes: int = 2 * MIB  # commands and replies, two batches at once: larger ones were slower on loopback
     connect_timeout_s: float = 1.0
-    reply_timeout_s: float = 5.0  # for a single reply; how long a whole call may take is for the guard to say
+    batch_timeout_s: float = 5.0  # how long a whole call may take is for the guard to say
 
 
 class RedisStore:
@@ -65,9 +66,10 @@ class RedisStore:
         for start in range(0, len(keys), MAX_LOOKUP_KEYS):
             names = [self._name(key) for key in keys[start : start + MAX_LOOKUP_KEYS]]
             replies = await self._ask(names, [(b"EXISTS", name) for name in names])
-            for index, reply in enumerate(replies):
-                if self._checked(reply) != 1:
-                    return start + index
+            answers = [self._checked(reply) for reply in replies]  # all of them: a refusal may stand behind a gap
+            num_leading = len(list(takewhile(bool, answers)))
+            if num_leading < len(answers):
+                return start + num_leading
         return len(keys)
 
     async def read(self, keys: Sequence[bytes]) -> list[Value | None]:
@@ -147,7 +149,7 @@ class RedisStore:
         async def ask_one(indexes: list[int]) -> None:
             batches = _in_batches([commands[index] for index in indexes], reply_bytes, self._limits.max_batch_bytes)
             async with self._connections.lend(names[indexes[0]]) as connection:
-                answers = await exchange(connection, batches, self._limits.reply_timeout_s)
+                answers = await exchange(connection, batches, self._limits.batch_timeout_s)
             for index, answer in zip(indexes, answers, strict=True):
                 replies[index] = answer
 

@@ -105,7 +105,7 @@ def _tls_arguments(tls: Tls) -> dict[str, Any]:
 
 
 async def exchange(
-    connection: AbstractConnection, batches: Iterable[Sequence[Command]], reply_timeout_s: float
+    connection: AbstractConnection, batches: Iterable[Sequence[Command]], batch_timeout_s: float
 ) -> list[Reply]:
     """Sends the commands and returns a reply for each; what the server refused is among them as a ResponseError.
 
@@ -113,19 +113,21 @@ async def exchange(
     never has more than two batches to answer.
 
     Raises:
-        TimeoutError: Sending a batch, or waiting for one reply, took longer than `reply_timeout_s`.
-        RedisError: The connection broke, or the reply was none.
+        TimeoutError: Sending a batch and reading the replies to the one before took longer than `batch_timeout_s`.
+        RedisError: The connection broke, or what came is no reply.
     """
+    loop = asyncio.get_running_loop()
     replies: list[Reply] = []
     num_due = 0
     is_done = False
     try:
-        async with asyncio.timeout(reply_timeout_s) as limit:
+        async with asyncio.timeout(batch_timeout_s) as limit:
             for batch in batches:
                 await connection.send_packed_command(connection.pack_commands(batch), check_health=False)
-                await _read(connection, num_due, replies, limit, reply_timeout_s)
+                await _read(connection, num_due, replies)
                 num_due = len(batch)
-            await _read(connection, num_due, replies, limit, reply_timeout_s)
+                limit.reschedule(loop.time() + batch_timeout_s)
+            await _read(connection, num_due, replies)
         is_done = True
     finally:
         if not is_done:
@@ -133,16 +135,12 @@ async def exchange(
     return replies
 
 
-async def _read(
-    connection: AbstractConnection, num_replies: int, replies: list[Reply], limit: asyncio.Timeout, timeout_s: float
-) -> None:
-    loop = asyncio.get_running_loop()
+async def _read(connection: AbstractConnection, num_replies: int, replies: list[Reply]) -> None:
     for _ in range(num_replies):
         try:
             replies.append(await connection.read_response(disable_decoding=True))
         except ResponseError as refusal:
             replies.append(refusal)
-        limit.reschedule(loop.time() + timeout_s)
 
 
 class _PooledConnections:

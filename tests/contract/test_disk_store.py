@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import os
 import random
@@ -20,17 +19,10 @@ from prefixcache.errors import ConfigError
 from prefixcache.store.base import StoreFull, ValueTooLarge
 from prefixcache.store.disk import DiskStore
 from prefixcache.store.lru_file import StoreInUse
+from tests.support.disk_writer import MAX_BYTES, NUM_KEYS, key, value
 
 MIB = 2**20
 ROOT = Path(__file__).parents[2]
-
-
-def key(number: int) -> bytes:
-    return hashlib.md5(str(number).encode()).digest()
-
-
-def value(number: int, num_bytes: int = 100_000) -> bytes:
-    return random.Random(number).randbytes(num_bytes)
 
 
 async def present(store: DiskStore, numbers: range) -> list[int]:
@@ -265,27 +257,8 @@ async def test_the_loop_runs_on_while_the_disk_works(tmp_path: Path) -> None:
     await store.close()
 
 
-WRITER = """
-import asyncio, pathlib, random, sys
-from tests.contract.test_disk_store import DiskStore, key, value
-
-async def main():
-    store = DiskStore(pathlib.Path(sys.argv[1]), 2**24)
-    chance = random.Random(sys.argv[2])
-    print("started", flush=True)
-    while True:
-        numbers = chance.sample(range(300), 8)
-        await store.write([(key(number), value(number, chance.choice((3_000, 60_000, 370_000)))) for number in numbers])
-        await store.read([key(number) for number in chance.sample(range(300), 8)])
-        if chance.random() < 0.2:
-            await store.delete([key(chance.choice(range(300)))])
-
-asyncio.run(main())
-"""
-
-
 def write_and_be_killed(folder: Path, seed: int, after_s: float) -> None:
-    command = [sys.executable, "-c", WRITER, str(folder), str(seed)]
+    command = [sys.executable, "-m", "tests.support.disk_writer", str(folder), str(seed)]
     writer = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
     assert writer.stdout is not None
     assert writer.stdout.readline() == b"started\n"
@@ -299,8 +272,8 @@ async def test_killed_at_any_moment(tmp_path: Path) -> None:
     num_read = 0
     for round_number in range(20):
         await asyncio.to_thread(write_and_be_killed, tmp_path, round_number, chance.uniform(0.02, 0.4))
-        store = DiskStore(tmp_path, 2**24)
-        for number in range(300):
+        store = DiskStore(tmp_path, MAX_BYTES)
+        for number in range(NUM_KEYS):
             (read,) = await store.read([key(number)])
             if read is not None:
                 assert read == value(number, len(read))

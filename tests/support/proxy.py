@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 CHUNK_BYTES = 16 * 1024
 TIMER_S = 0.002
+MAX_HELD_CHUNKS = 4096
 
 
 class Proxy:
@@ -15,7 +16,7 @@ class Proxy:
 
     Attributes:
         port: Where it listens.
-        delay_s: How long each piece of a reply is held back.
+        delay_s: How much later every piece of a reply arrives, as over a long line.
         bytes_per_s: What replies of all connections together get; None is all there is.
         is_black_hole: It accepts, reads and never answers.
         cut_after_bytes: A connection breaks once it has carried so many bytes of replies; None is never.
@@ -35,6 +36,7 @@ class Proxy:
         self._answers.set()
         self._free_at = 0.0  # when the narrow line has carried what it was given
         self._open: set[asyncio.StreamWriter] = set()
+        self._serving: set[asyncio.Task[None] | None] = set()
 
     @property
     def is_black_hole(self) -> bool:
@@ -56,26 +58,34 @@ class Proxy:
         for writer in self._open:
             writer.transport.abort()
 
+    async def close(self) -> None:
+        """Breaks every connection and waits until nothing of them is left."""
+        self.cut_all()
+        await asyncio.gather(*(task for task in self._serving if task))
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._serving.add(asyncio.current_task())
         self.num_connections += 1
         self._open.add(writer)
         try:
             server_reader, server_writer = await asyncio.open_connection("127.0.0.1", self._server_port)
         except OSError:
-            writer.transport.abort()
-            self._open.discard(writer)
-            return
-        requests = asyncio.create_task(self._forward_requests(reader, server_writer))
-        replies = asyncio.create_task(self._forward_replies(server_reader, writer))
-        try:
-            await asyncio.wait((requests, replies), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (requests, replies):
+            server_writer = writer
+        else:
+            held: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MAX_HELD_CHUNKS)
+            directions = [
+                asyncio.create_task(self._forward_requests(reader, server_writer)),
+                asyncio.create_task(self._hold_replies(server_reader, held)),
+                asyncio.create_task(self._forward_replies(held, writer)),
+            ]
+            await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
+            for task in directions:
                 task.cancel()
-            await asyncio.gather(requests, replies, return_exceptions=True)
-            server_writer.transport.abort()
-            writer.transport.abort()
-            self._open.discard(writer)
+            await asyncio.gather(*directions, return_exceptions=True)
+        for end in (server_writer, writer):
+            end.transport.abort()
+        self._open.discard(writer)
+        self._serving.discard(asyncio.current_task())
 
     async def _forward_requests(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(CHUNK_BYTES):
@@ -83,21 +93,32 @@ class Proxy:
                 writer.write(data)
                 await writer.drain()
 
-    async def _forward_replies(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        carried = 0
+    async def _hold_replies(self, reader: asyncio.StreamReader, held: asyncio.Queue[tuple[float, bytes]]) -> None:
+        loop = asyncio.get_running_loop()
         while data := await reader.read(CHUNK_BYTES):
-            if self.delay_s:
-                await asyncio.sleep(self.delay_s)
+            await held.put((loop.time() + self.delay_s, data))
+        await held.put((loop.time() + self.delay_s, b""))
+        await held.join()
+
+    async def _forward_replies(self, held: asyncio.Queue[tuple[float, bytes]], writer: asyncio.StreamWriter) -> None:
+        carried = 0
+        while True:
+            arrives_at, data = await held.get()
+            held_s = arrives_at - asyncio.get_running_loop().time()
+            if held_s > 0:
+                await asyncio.sleep(held_s)
             await self._wait_for_the_line(len(data))
             await self._answers.wait()
             if self.cut_after_bytes is not None and carried + len(data) > self.cut_after_bytes:
                 writer.write(data[: self.cut_after_bytes - carried])
                 await writer.drain()
+                writer.close()  # what was written still arrives
                 return
             carried += len(data)
             self.reply_bytes += len(data)
             writer.write(data)
             await writer.drain()
+            held.task_done()
 
     async def _wait_for_the_line(self, num_bytes: int) -> None:
         if self.bytes_per_s is None:
@@ -118,5 +139,4 @@ async def proxy(server_port: int) -> AsyncIterator[Proxy]:
         yield running
     finally:
         server.close()
-        running.cut_all()
-        await asyncio.sleep(0)
+        await running.close()

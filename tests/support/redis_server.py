@@ -111,12 +111,8 @@ def redis_cluster(folder: Path, num_nodes: int = 3) -> Iterator[list[RedisServer
 def redis_sentinel(folder: Path, service: str = "pages") -> Iterator[tuple[RedisServer, RedisServer, RedisServer]]:
     """Runs a master, a replica and one Sentinel that may promote alone; yields (master, replica, sentinel)."""
     with ExitStack() as servers:
-        master = servers.enter_context(redis_server(folder / "master"))
-        replica = servers.enter_context(
-            redis_server(
-                folder / "replica", "--replicaof", "127.0.0.1", str(master.port), "--repl-diskless-sync-delay", "0"
-            )
-        )
+        master = servers.enter_context(redis_server(folder / "master", "--repl-diskless-sync-delay", "0"))
+        replica = servers.enter_context(redis_server(folder / "replica", "--replicaof", "127.0.0.1", str(master.port)))
         _until(lambda: "master_link_status:up" in replica.cli("info", "replication"), "the replica")
         config = folder / "sentinel.conf"
         config.write_text(
