@@ -45,7 +45,14 @@ check: $(READY)  ## format, lint, types, import rules, fresh generated code
 	$(BIN)/lint-imports
 	$(BIN)/python protos/generate.py --check
 
-test: $(READY)  ## run all tests
+test: $(READY)  ## run all tests; installs redis-server where it may
+	@command -v redis-server >/dev/null && command -v openssl >/dev/null || { \
+		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+			echo "Installing redis-server and openssl, which the tests start"; \
+			apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y redis-server openssl >/dev/null; \
+		else \
+			echo "The tests need redis-server and openssl: sudo apt-get install redis-server openssl" >&2; exit 1; \
+		fi; }
 	$(BIN)/python -m pytest
 
 demo: $(READY)  ## run the main job: a server, questions about one long document, a table of what was saved

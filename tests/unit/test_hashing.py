@@ -11,8 +11,7 @@ from xxhash import xxh3_128_digest
 from prefixcache.request import DEFAULT_NAMESPACE, Namespace
 from prefixcache.tree import hashing
 from prefixcache.tree.hashing import DigestChain, little_endian, namespace_digest
-from prefixcache.tree.node import PageDigest
-from prefixcache.tree.node import token_key
+from prefixcache.tree.node import PageDigest, token_key
 
 FINGERPRINT = bytes(range(32))
 PAGE_SIZE = 4
