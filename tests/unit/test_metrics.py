@@ -36,6 +36,16 @@ def test_names_carry_prefix_and_unit():
         "prefixcache_lookup_seconds",
         "prefixcache_step_seconds",
         "prefixcache_build",
+        "prefixcache_host_pages",
+        "prefixcache_store_call_seconds",
+        "prefixcache_store_errors",
+        "prefixcache_store_up",
+        "prefixcache_tier_load_actual_seconds",
+        "prefixcache_tier_load_expected_seconds",
+        "prefixcache_tier_loaded_bytes",
+        "prefixcache_tier_missed_pages",
+        "prefixcache_tier_not_saved_pages",
+        "prefixcache_tier_saved_bytes",
     }
 
 
