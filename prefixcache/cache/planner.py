@@ -32,6 +32,11 @@ class PrefillEstimate:
         self._steps: deque[tuple[float, float, float]] = deque(maxlen=NUM_STEPS)
         self._weights: tuple[float, float, float] | None = None
 
+    @property
+    def is_known(self) -> bool:
+        """Whether any step has been seen."""
+        return bool(self._steps)
+
     def observe(self, num_tokens: int, pairs: float, seconds: float) -> None:
         """Note one step: its new tokens, the (query, key) pairs they attended to, and how long it took."""
         self._steps.append((num_tokens, pairs, seconds))
@@ -114,8 +119,11 @@ def meeting_page(
 
     Returns:
         A page in [start_page, end_page]: pages before it are computed, those from it on are loaded. `end_page` means
-        that loading does not pay at all, `start_page` that everything is best loaded.
+        that loading does not pay at all, `start_page` that everything is best loaded; so it is, too, while nothing is
+        known of the computation, since right after a restart loading nearly always wins.
     """
+    if not prefill.is_known:
+        return start_page
     context_len = start_page * page_size
 
     def compute_s(page: int) -> float:
