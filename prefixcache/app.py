@@ -47,7 +47,7 @@ from prefixcache.tree.radix import RadixTree
 
 # Streams above what the engine takes, so that an overloaded server can say so instead of letting calls wait unseen.
 SPARE_STREAMS = 64
-LAST_WRITES_S = 0.5  # for the final status of streams that were ended to reach their clients
+LAST_WRITES_S = 5.0  # at most, for the final status of ended streams to reach their clients
 ENGINE_STOP_S = 5.0
 
 _log = logging.getLogger(__name__)
@@ -227,7 +227,9 @@ class Server:
         _log.info("tiers below the device: %s", self._storage.describe())
         self._health = HealthMonitor(self.engine, settings.stall_timeout_s)
         self._calls = CallInterceptor(metrics)
-        self._servicer = InferenceServicer(self.engine, served.tokenizer, model_info(served, self.engine))
+        self._servicer = InferenceServicer(
+            self.engine, served.tokenizer, model_info(served, self.engine), settings.max_message_bytes
+        )
         self._grpc = build_grpc_server(
             self._servicer,
             self._health,

@@ -168,7 +168,7 @@ class Metrics:
             "prefilled_tokens", "Prompt tokens run through the model, those of preempted sequences each time again."
         )
 
-        self.queue_depth = self._gauge("queue_depth", "Requests that wait to be admitted.")
+        self.queue_depth = self._gauge("queue_depth", "Samples that wait to be computed, preempted ones among them.")
         self.running_sequences = self._gauge("running_sequences", "Sequences that hold pages and are computed.")
         self.preemptions = self._counter("preemptions", "Running sequences put back into the queue for lack of pages.")
 

@@ -133,7 +133,7 @@ class Engine:
         return handle
 
     def abort(self, handle: OpenRequest) -> None:
-        """Stop working on a request; nothing more reaches its sink. Any thread; harmless after its end."""
+        """Stop working on a request, at the latest after the step that runs now. Any thread; harmless after its end."""
         if handle in self._open:
             self._inbox.put(lambda: self._abort(handle))
 
@@ -149,9 +149,10 @@ class Engine:
 
     def fail_open_requests(self, error: PrefixCacheError) -> None:
         """End every open request with `error`, also where the engine thread does not come round. Any thread."""
-        handles = list(self._open)
+        handles = [handle for handle in list(self._open) if not handle.is_failed]
         self._publish([(handle.sink, error) for handle in handles])
         for handle in handles:
+            handle.is_failed = True  # a stuck engine leaves it open; it must not be told, nor aborted, again and again
             self.abort(handle)
 
     @property
@@ -234,7 +235,8 @@ class Engine:
         for item in work:
             sequence = item.sequence
             if sequence.num_computed_tokens < sequence.num_prompt_tokens:
-                self._metrics.prefilled_tokens.inc(item.num_tokens)
+                num_left = sequence.num_prompt_tokens - sequence.num_computed_tokens
+                self._metrics.prefilled_tokens.inc(min(item.num_tokens, num_left))
                 pieces = self._prompt_logprobs(item, hidden[row : row + item.num_tokens])
                 if pieces:
                     prompt_logprobs[sequence] = pieces

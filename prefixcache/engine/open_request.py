@@ -75,6 +75,7 @@ class OpenRequest:
     admitted_s: float | None = None
     first_token_s: float | None = None
     num_prompt_logprobs: int = 0
+    is_failed: bool = False
 
     def usage(self) -> Usage:
         """Sum up tokens. All samples share one prompt, so its cached tokens are those that the first one found."""

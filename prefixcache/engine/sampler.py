@@ -68,8 +68,9 @@ def adjust(logits: torch.Tensor, state: SamplerState, sequence: Sequence) -> tor
     """Apply bias, penalties and minimum length to a copy of one row `[vocab_size]`."""
     params, output = state.params, sequence.output_ids
     scores = logits.clone()
-    for token_id, bias in params.logit_bias:
-        scores[token_id] += bias
+    if params.logit_bias:
+        token_ids, biases = zip(*params.logit_bias, strict=True)
+        scores[list(token_ids)] += torch.tensor(biases, device=scores.device)
     if params.repetition_penalty != 1:
         seen = torch.tensor(list(set(sequence.token_ids)), device=scores.device)
         values = scores[seen]

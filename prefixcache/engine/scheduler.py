@@ -3,11 +3,12 @@
 every step:  1  one token for each decoding sequence; the youngest is preempted where pages run out
              2  what is left of the token budget goes to prompts, shortest rest first, in chunks
                 - a prompt whose beginning another one is computing right now waits for it
-                - nothing is passed over more than `MAX_OVERTAKEN` times
+                - what was passed over in `MAX_OVERTAKEN` steps goes first
 """
 
 from __future__ import annotations
 
+import itertools
 from bisect import insort
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -165,7 +166,10 @@ class Scheduler:
             sequence.overtaken += sequence.arrival < youngest_served
 
     def _considered(self) -> list[Sequence]:
-        return self._waiting[:MAX_CONSIDERED] if len(self._running) < self._max_num_seqs else []
+        if len(self._running) >= self._max_num_seqs:
+            return []
+        ready = (sequence for sequence in self._waiting[: 4 * MAX_CONSIDERED] if not self._has_leader(sequence))
+        return list(itertools.islice(ready, MAX_CONSIDERED))
 
     def _precedence(self, sequence: Sequence) -> tuple[bool, int, int]:
         """Sort key: those passed over too often first, oldest first; then by tokens still to compute."""

@@ -37,7 +37,8 @@ class Tokenizer:
         if not tokenizer.is_fast:
             raise ModelError(f"The tokenizer {type(tokenizer).__name__} is not supported: it has no tokenizer.json.")
         self.vocab_size = vocab_size
-        self.eos_token_ids = eos_token_ids
+        # configs name tokens that the model does not have (such as -1): they can never be sampled, nor be masked
+        self.eos_token_ids = frozenset(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
         self.bos_token_id: int | None = tokenizer.bos_token_id
         self.has_chat_template = tokenizer.chat_template is not None
         self._chat_tokenizer = tokenizer

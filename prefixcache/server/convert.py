@@ -9,7 +9,6 @@ Every fault raises InvalidRequest with the name of the proto field.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -37,7 +36,7 @@ MAX_DETOKENIZE_TOKENS = 1 << 20
 MAX_CHARS_PER_TOKEN = 64  # longer text cannot fit into the model, so it is refused without being tokenized
 
 # Nearer to 0 than this, dividing logits by the temperature or a penalty could overflow float32.
-MIN_TEMPERATURE = 0.001
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.001, 1e30
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 MAX_PENALTY = 2.0
 
@@ -129,6 +128,8 @@ def to_engine(
     if num_prompt_tokens == 0:
         raise InvalidRequest(prompt_field, "has no tokens; a prompt needs at least one")
     check_prompt_length(prompt_field, num_prompt_tokens, limits)
+    if not isinstance(checked.prompt, TokenPrompt):  # a tokenizer may know tokens that the model has no embedding for
+        checked_token_ids(prompt_field, prompt_token_ids, limits.vocab_size)
 
     num_left = limits.max_model_len - num_prompt_tokens
     max_tokens = min(DEFAULT_MAX_TOKENS, num_left) if checked.max_tokens is None else checked.max_tokens
@@ -259,9 +260,9 @@ def _sampling(request: pb.GenerateRequest, limits: ModelLimits) -> SamplingParam
 
 def _temperature(request: pb.GenerateRequest) -> float:
     value = request.temperature if request.HasField("temperature") else 1.0
-    if not math.isfinite(value) or (value != 0.0 and value < MIN_TEMPERATURE):
+    if value != 0.0 and not MIN_TEMPERATURE <= value <= MAX_TEMPERATURE:  # written so that NaN fails it
         raise InvalidRequest(
-            "temperature", f"must be 0 (greedy) or at least {MIN_TEMPERATURE}, and finite; got {value}"
+            "temperature", f"must be 0 (greedy) or from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}; got {value}"
         )
     return value
 

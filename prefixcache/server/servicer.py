@@ -13,7 +13,7 @@ from grpc.aio import ServicerContext
 from prefixcache._pb.prefixcache.v1 import inference_pb2 as pb
 from prefixcache._pb.prefixcache.v1 import inference_pb2_grpc as pb_grpc
 from prefixcache.engine.engine import Engine
-from prefixcache.errors import Overloaded
+from prefixcache.errors import InvalidRequest, Overloaded
 from prefixcache.model.tokenizer import Tokenizer
 from prefixcache.request import GenerateRequest
 from prefixcache.server import convert, reply
@@ -33,7 +33,10 @@ class InferenceServicer(pb_grpc.InferenceServicer):
     token ids need no such detour.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, model_info: pb.GetModelInfoResponse) -> None:
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, model_info: pb.GetModelInfoResponse, max_message_bytes: int
+    ) -> None:
+        self._max_message_bytes = max_message_bytes
         self._engine = engine
         self._tokenizer = tokenizer
         self._model_info = model_info
@@ -54,6 +57,12 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         with self._submitted(accepted) as stream:
             async for delta in stream:
                 answer.add(delta)
+        num_bytes = answer.message.ByteSize()
+        if num_bytes > self._max_message_bytes:  # gRPC would refuse to send it, as if the server were overloaded
+            raise InvalidRequest(
+                "prompt_logprobs",
+                f"the reply has {num_bytes} bytes, one message at most {self._max_message_bytes}; use Generate",
+            )
         return answer.message
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: _Context) -> pb.TokenizeResponse:
