@@ -1,45 +1,24 @@
-"""Cold = device = host = disk = Redis: whichever tier a prompt's beginning comes from, the answer stays the same (EQ)."""
+"""Cold = device = host = disk = Redis: wherever a prompt's beginning comes from, the answer stays the same (EQ)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from prefixcache.request import Namespace, Tier
 from prefixcache.tree.node import token_key
+from tests.equivalence.conftest import StoreSettings
 from tests.support.checks import assert_exact, common_length, oracle
 from tests.support.in_process import greedy
 from tests.support.models import FAMILIES
 from tests.support.prompts import Prompts
-from tests.support.redis_server import RedisServer, redis_server
+from tests.support.redis_server import RedisServer
 from tests.support.tiers import TieredService, cached_by_tier, disk_settings, whole_pages
 
 FAMILY = "llama-gqa"
 PAGE = 16
-STORES = (Tier.DISK, Tier.REMOTE)
-
-
-@pytest.fixture(scope="module")
-def module_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as running:
-        yield running
-
-
-@pytest.fixture
-def server(module_server: RedisServer) -> RedisServer:
-    module_server.cli("flushall")
-    return module_server
-
-
-@pytest.fixture(params=STORES)
-def store(request: pytest.FixtureRequest, tmp_path: Path, server: RedisServer) -> tuple[Tier, dict[str, Any]]:
-    """One store alone: which tier it is, and the settings that reach it."""
-    tier: Tier = request.param
-    return tier, disk_settings(tmp_path / "disk") if tier is Tier.DISK else {"redis": server.url}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -69,7 +48,7 @@ def test_every_tier_gives_the_answer_of_a_cold_run(family: str, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("length", [1, 16, 17, 31, 32, 33, 48, 100, 160, 161])
-def test_prompts_that_end_anywhere_in_a_page(length: int, store: tuple[Tier, dict[str, Any]]) -> None:
+def test_prompts_that_end_anywhere_in_a_page(length: int, store: StoreSettings) -> None:
     tier, settings = store
     prompts = Prompts(length)
     prompt = prompts.tokens(length)
@@ -86,7 +65,7 @@ def test_prompts_that_end_anywhere_in_a_page(length: int, store: tuple[Tier, dic
     assert cached_by_tier(warm) == ({Tier.DEVICE: length - 1} if length > 1 else {})
 
 
-def test_extended_and_partly_shared_prompts(store: tuple[Tier, dict[str, Any]]) -> None:
+def test_extended_and_partly_shared_prompts(store: StoreSettings) -> None:
     tier, settings = store
     prompts = Prompts(3)
     prompt = prompts.tokens(100)
@@ -124,7 +103,7 @@ def test_a_prompt_whose_pages_lie_on_every_tier(tmp_path: Path, server: RedisSer
     assert cached_by_tier(stream) == {Tier.DEVICE: 50, Tier.DISK: 94, Tier.REMOTE: 144}
 
 
-def test_a_device_too_small_for_what_is_asked(store: tuple[Tier, dict[str, Any]]) -> None:
+def test_a_device_too_small_for_what_is_asked(store: StoreSettings) -> None:
     tier, settings = store
     prompts = Prompts(5)
     asked = [prompts.tokens(100) for _ in range(4)]
@@ -181,7 +160,7 @@ def test_host_memory_that_is_too_small(num_pages: int) -> None:
         assert service.storage.host.num_pages == num_pages
 
 
-def test_bfloat16_comes_back_bit_for_bit(store: tuple[Tier, dict[str, Any]]) -> None:
+def test_bfloat16_comes_back_bit_for_bit(store: StoreSettings) -> None:
     tier, settings = store
     prompt = Prompts(9).tokens(96)
     with TieredService(FAMILY, dtype=torch.bfloat16, **settings) as service:
@@ -199,7 +178,7 @@ def test_bfloat16_comes_back_bit_for_bit(store: tuple[Tier, dict[str, Any]]) -> 
     assert again.token_ids == device.token_ids
 
 
-def test_requests_that_stay_out_of_the_cache_are_not_written(store: tuple[Tier, dict[str, Any]]) -> None:
+def test_requests_that_stay_out_of_the_cache_are_not_written(store: StoreSettings) -> None:
     _, settings = store
     prompts = Prompts(10)
     alone, several = prompts.tokens(64), prompts.tokens(64)
@@ -216,7 +195,7 @@ def test_requests_that_stay_out_of_the_cache_are_not_written(store: tuple[Tier, 
             assert service.run_one(request).cached_tokens == 0
 
 
-def test_prompt_logprobs_compute_everything_and_store_it(store: tuple[Tier, dict[str, Any]]) -> None:
+def test_prompt_logprobs_compute_everything_and_store_it(store: StoreSettings) -> None:
     tier, settings = store
     prompt = Prompts(11).tokens(64)
     with TieredService(FAMILY, **settings) as service:

@@ -1,0 +1,34 @@
+"""Stores that several of these tests put below the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefixcache.request import Tier
+from tests.support.redis_server import RedisServer, redis_server
+from tests.support.tiers import disk_settings
+
+StoreSettings = tuple[Tier, dict[str, Any]]  # which tier it is, and the settings that reach it
+
+
+@pytest.fixture(scope="session")
+def session_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as running:
+        yield running
+
+
+@pytest.fixture
+def server(session_server: RedisServer) -> RedisServer:
+    session_server.cli("flushall")
+    return session_server
+
+
+@pytest.fixture(params=(Tier.DISK, Tier.REMOTE))
+def store(request: pytest.FixtureRequest, tmp_path: Path, server: RedisServer) -> StoreSettings:
+    """One store alone."""
+    tier: Tier = request.param
+    return tier, disk_settings(tmp_path / "disk") if tier is Tier.DISK else {"redis": server.url}
