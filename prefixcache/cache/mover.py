@@ -18,10 +18,11 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,7 +36,7 @@ from prefixcache.store.base import PageStore, StoreError, Value
 from prefixcache.store.worker import StoreWorker
 from prefixcache.tree.hashing import DigestChain, little_endian
 from prefixcache.tree.lease import Lease
-from prefixcache.tree.node import BYTES_PER_TOKEN, PageDigest
+from prefixcache.tree.node import BYTES_PER_TOKEN
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ Post = Callable[[Callable[[], None]], None]
 BATCH_BYTES = 8 * 2**20
 # Pages that may wait to be written; more are not saved, and counted.
 MAX_PENDING_PAGES = 4096
-# Keys remembered as written, so that they are not written again: 100,000 pages are 1.6 million tokens.
+# Keys remembered as stored in a tier, so that they are not written again: 100,000 pages are 1.6 million tokens.
 MAX_REMEMBERED_KEYS = 100_000
 # What a skipped look-up takes off a tier's latency estimate, so that a tier that recovers is tried again.
 FORGETTING = 0.97
@@ -53,11 +54,35 @@ FORGETTING = 0.97
 
 @dataclass(slots=True)
 class StoreTier:
-    """One store below the device, and what has been learned about its speed."""
+    """One store below the device, what it is known to hold, and what has been learned about its speed.
+
+    `known` is the engine thread's: keys that need no writing, since the store has them or is about to.
+    """
 
     tier: Tier
     store: PageStore
     estimate: TransferEstimate
+    known: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+
+    def remember(self, keys: Iterable[bytes]) -> None:
+        """Note keys that the store has, or is about to have. Engine thread only."""
+        for key in keys:
+            self.known[key] = None
+        while len(self.known) > MAX_REMEMBERED_KEYS:
+            self.known.popitem(last=False)
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Note keys that the store has not, after all. Engine thread only."""
+        for key in keys:
+            self.known.pop(key, None)
+
+
+class PageToSave(NamedTuple):
+    """A published page, and the tiers that are not known to have it."""
+
+    identity: PageIdentity
+    page: int
+    tiers: Sequence[StoreTier]
 
 
 class TierMover:
@@ -99,7 +124,6 @@ class TierMover:
         self._batch_pages = max(1, BATCH_BYTES // self._page_bytes)
         self._num_pending_pages = 0
         self._saves: set[Future[None]] = set()
-        self._known: OrderedDict[bytes, None] = OrderedDict()
         self._save_buffer: PageBuffer | None = None
         self._save_turn = asyncio.Lock()
 
@@ -147,14 +171,14 @@ class TierMover:
         runs: list[TierRun] = []
         num_found = 0
         for tier in tiers:
+            asked = keys[num_found:]
             started_s = time.monotonic()
             try:
-                count = await tier.store.count_leading(keys[num_found:]) if num_found < len(keys) else 0
+                count = await tier.store.count_leading(asked) if asked else 0
             except StoreError as error:
-                self._metrics.missed(tier.tier, error.kind, len(keys) - num_found)
+                self._metrics.missed(tier.tier, error.kind, len(asked))
                 count = 0
-            seconds = time.monotonic() - started_s
-            self._post(lambda tier=tier, seconds=seconds: tier.estimate.observe_latency(seconds))  # type: ignore[misc]
+            self._post(partial(self._note_search, tier, asked, count, time.monotonic() - started_s))
             if count:
                 runs.append(TierRun(tier.tier, start + num_found, start + num_found + count))
                 num_found += count
@@ -163,10 +187,13 @@ class TierMover:
 
         def answer() -> None:
             search.runs = runs
-            for key in keys[num_found:]:  # whatever was written is gone: worth writing again
-                self._known.pop(key, None)
 
         self._post(answer)
+
+    def _note_search(self, tier: StoreTier, asked: list[bytes], num_found: int, seconds: float) -> None:
+        tier.estimate.observe_latency(seconds)
+        tier.remember(asked[:num_found])
+        tier.forget(asked[num_found:])  # whatever was written is gone: worth writing again
 
     # --- load --------------------------------------------------------------------------------------------------
 
@@ -232,51 +259,58 @@ class TierMover:
         fence: torch.cuda.Event | None,
     ) -> bool:
         """Load one tier's pages; False where something was missing, wrong, or no longer wanted. Store thread."""
-        store, first = self._by_tier[run.tier].store, load.start
+        tier, first = self._by_tier[run.tier], load.start
         batches = [
             (max(run.start, high - self._batch_pages), high) for high in range(run.end, run.start, -self._batch_pages)
         ]
         started_s = time.monotonic()
-        reading = self._read(store, identities[batches[0][0] - first : batches[0][1] - first])
-        for index, (low, high) in enumerate(batches):
-            try:
-                values = await reading
-            except StoreError as error:
-                self._metrics.missed(run.tier, error.kind, high - run.start)
-                return False
-            following = batches[index + 1] if index + 1 < len(batches) else None
-            if following is not None and following[1] > load.floor:
-                reading = self._read(store, identities[following[0] - first : following[1] - first])
-            payloads = await self._verified(store, run.tier, values, identities[low - first : high - first])
-            num_placed = self._place(load, high, payloads, pages[: high - first], fence)
-            now_s = time.monotonic()
-            self._report(run.tier, num_placed, now_s - started_s)
-            started_s = now_s
-            if num_placed < high - low:
-                return False
-            if following is not None and following[1] <= load.floor:
-                self._metrics.missed(run.tier, "abandoned", following[1] - run.start)
-                return False
-        return True
+        reading = self._read(tier.store, identities[batches[0][0] - first : batches[0][1] - first])
+        try:
+            for index, (low, high) in enumerate(batches):
+                try:
+                    values = await reading
+                except StoreError as error:
+                    self._metrics.missed(run.tier, error.kind, high - run.start)
+                    return False
+                following = batches[index + 1] if index + 1 < len(batches) else None
+                if following is not None and following[1] > load.floor:
+                    reading = self._read(tier.store, identities[following[0] - first : following[1] - first])
+                payloads, wrong = await self._verified(tier, values, identities[low - first : high - first])
+                num_placed = self._place(load, high, payloads, pages[: high - first], fence)
+                now_s = time.monotonic()
+                self._report(run.tier, num_placed, now_s - started_s)
+                started_s = now_s
+                # where one is wrong more may be: what is computed instead is written anew; foreign ones stay
+                if wrong and wrong != Mismatch.VERSION:
+                    self._post(partial(tier.forget, [each.key for each in identities[: high - len(payloads) - first]]))
+                if num_placed < high - low:
+                    return False
+                if following is not None and following[1] <= load.floor:
+                    self._metrics.missed(run.tier, "abandoned", following[1] - run.start)
+                    return False
+            return True
+        finally:
+            reading.cancel()  # what is still under way when something before it was wrong; its answer reaches nobody
 
     def _read(self, store: PageStore, identities: list[PageIdentity]) -> asyncio.Task[list[Value | None]]:
         return asyncio.ensure_future(store.read([identity.key for identity in identities]))
 
     async def _verified(
-        self, store: PageStore, tier: Tier, values: list[Value | None], identities: list[PageIdentity]
-    ) -> list[memoryview]:
-        """Return the sound payloads at the end of a batch, in page order (I7). Store thread."""
+        self, tier: StoreTier, values: list[Value | None], identities: list[PageIdentity]
+    ) -> tuple[list[memoryview], str | None]:
+        """Return the sound payloads at the end of a batch, in page order, and what ends them (I7). Store thread."""
         payloads: list[memoryview] = []
         for value, identity in zip(reversed(values), reversed(identities), strict=True):
             payload = None if value is None else self._codec.verify(value, identity)
             if isinstance(payload, memoryview):
                 payloads.append(payload)
                 continue
-            self._metrics.missed(tier, "absent" if payload is None else payload.value, 1)
+            wrong = "absent" if payload is None else payload.value
+            self._metrics.missed(tier.tier, wrong, 1)
             if isinstance(payload, Mismatch) and payload.is_corrupt:
-                await self._delete(store, identity.key)
-            break
-        return payloads[::-1]
+                await self._delete(tier.store, identity.key)
+            return payloads[::-1], wrong
+        return payloads[::-1], None
 
     def _place(
         self, load: Load, high: int, payloads: list[memoryview], pages: list[int], fence: torch.cuda.Event | None
@@ -319,33 +353,26 @@ class TierMover:
 
         Pages that were saved before, or that find the queue full, are left out.
         """
-        end = start + len(pages)
-        fresh = [i for i in range(start, end) if chain.digests[i].key not in self._known]
-        if fresh and self._num_pending_pages + len(fresh) > MAX_PENDING_PAGES:
+        job: list[PageToSave] = []
+        for identity, page in zip(self._identities(chain, key, start, start + len(pages)), pages, strict=True):
+            tiers = [tier for tier in self._tiers if identity.key not in tier.known]
+            if tiers:
+                job.append(PageToSave(identity, page, tiers))
+        if job and self._num_pending_pages + len(job) > MAX_PENDING_PAGES:
             for tier in self._tiers:
-                self._metrics.not_saved(tier.tier, "queue_full", len(fresh))
-            fresh = []
-        if not fresh:
+                self._metrics.not_saved(tier.tier, "queue_full", sum(tier in item.tiers for item in job))
+            job = []
+        if not job:
             unpin()
             return
-        identities = self._identities(chain, key, start, end)
-        self._num_pending_pages += len(fresh)
-        self.remember(chain.digests[i] for i in fresh)
-        job = [(identities[i - start], pages[i - start]) for i in fresh]
+        self._num_pending_pages += len(job)
+        for tier in self._tiers:
+            tier.remember(item.identity.key for item in job if tier in item.tiers)
         saving = self._start(self._save(job, self._transfer.fence(), unpin))
         self._saves.add(saving)
         saving.add_done_callback(self._saves.discard)
 
-    def remember(self, digests: Iterable[PageDigest]) -> None:
-        """Note pages that the stores have, or are about to have."""
-        for digest in digests:
-            self._known[digest.key] = None
-        while len(self._known) > MAX_REMEMBERED_KEYS:
-            self._known.popitem(last=False)
-
-    async def _save(
-        self, job: list[tuple[PageIdentity, int]], fence: torch.cuda.Event | None, unpin: Callable[[], None]
-    ) -> None:
+    async def _save(self, job: list[PageToSave], fence: torch.cuda.Event | None, unpin: Callable[[], None]) -> None:
         """Copy, seal and write, a buffer at a time; jobs one after another. Store thread."""
         try:
             async with self._save_turn:
@@ -356,27 +383,23 @@ class TierMover:
         finally:
             self._post(lambda: self._finish_save(len(job), unpin))
 
-    async def _save_batch(
-        self, batch: list[tuple[PageIdentity, int]], buffer: PageBuffer, fence: torch.cuda.Event | None
-    ) -> None:
-        self._transfer.pages_to_buffer([page for _, page in batch], buffer, fence)
-        entries: list[tuple[bytes, Value]] = []
-        for index, (identity, _) in enumerate(batch):
-            value = buffer.value(index)
-            self._codec.seal(value, identity)
-            entries.append((identity.key, value))
+    async def _save_batch(self, batch: list[PageToSave], buffer: PageBuffer, fence: torch.cuda.Event | None) -> None:
+        self._transfer.pages_to_buffer([item.page for item in batch], buffer, fence)
+        for index, item in enumerate(batch):
+            self._codec.seal(buffer.value(index), item.identity)
         for tier in self._tiers:
+            entries: list[tuple[bytes, Value]] = [
+                (item.identity.key, buffer.value(index)) for index, item in enumerate(batch) if tier in item.tiers
+            ]
+            if not entries:
+                continue
             try:
                 await tier.store.write(entries)
             except StoreError as error:
                 self._metrics.not_saved(tier.tier, error.kind, len(entries))
-                self._post(lambda: self._forget([key for key, _ in entries]))
+                self._post(partial(tier.forget, [key for key, _ in entries]))
             else:
                 self._metrics.saved(tier.tier, len(entries) * self._page_bytes)
-
-    def _forget(self, keys: list[bytes]) -> None:
-        for key in keys:
-            self._known.pop(key, None)
 
     def _finish_save(self, num_pages: int, unpin: Callable[[], None]) -> None:
         self._num_pending_pages -= num_pages
