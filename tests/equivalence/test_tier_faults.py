@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from prefixcache.tree.node import token_key
 from tests.support.checks import assert_exact, oracle
 from tests.support.in_process import Stream, greedy, submit
 from tests.support.prompts import Prompts
-from tests.support.proxy import Proxy, proxy
+from tests.support.proxy_thread import Line, line_to
 from tests.support.redis_server import RedisServer, free_port, redis_server
 from tests.support.tiers import TieredService, cached_by_tier, disk_settings, whole_pages
 
@@ -28,58 +27,6 @@ LENGTH = 100
 NUM_PAGES = LENGTH // 16
 RESTORED = {Tier.REMOTE: whole_pages(LENGTH)}
 STALL_S = 3.0  # a request that meets a store's faults for the first time may wait for its time limits, not longer
-
-
-class Line:
-    """A proxy on a thread of its own, whose faults are set from this one."""
-
-    def __init__(self, running: Proxy, loop: asyncio.AbstractEventLoop) -> None:
-        self._running = running
-        self._loop = loop
-        self.url = f"redis://127.0.0.1:{running.port}"
-
-    def set(self, **faults: float | bool | None) -> None:
-        """Changes attributes of the proxy."""
-
-        def change() -> None:
-            for name, value in faults.items():
-                setattr(self._running, name, value)
-
-        self._call(change)
-
-    def cut_all(self) -> None:
-        self._call(self._running.cut_all)
-
-    def _call(self, function: Callable[[], None]) -> None:
-        async def call() -> None:
-            function()
-
-        asyncio.run_coroutine_threadsafe(call(), self._loop).result(10)
-
-
-@contextmanager
-def line_to(port: int) -> Iterator[Line]:
-    """Runs a proxy in front of a port for as long as the block lasts."""
-    ready: list[Line] = []
-    is_ready = threading.Event()
-    ends: list[Callable[[], object]] = []
-
-    async def run() -> None:
-        loop, end = asyncio.get_running_loop(), asyncio.Event()
-        ends.append(lambda: loop.call_soon_threadsafe(end.set))
-        async with proxy(port) as running:
-            ready.append(Line(running, loop))
-            is_ready.set()
-            await end.wait()
-
-    thread = threading.Thread(target=lambda: asyncio.run(run()))
-    thread.start()
-    assert is_ready.wait(10)
-    try:
-        yield ready[0]
-    finally:
-        ends[0]()
-        thread.join(10)
 
 
 @pytest.fixture(params=[1, 3])
@@ -225,7 +172,25 @@ def test_cut_in_the_middle(num_bytes: int, server: RedisServer, line: Line) -> N
         ask(service, prompts[4])
 
 
-# --- the values ----------------------------------------------------------------------------------------------------
+# --- room ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    prompts = [Prompts(400 + n).tokens(LENGTH) for n in range(12)]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with TieredService(FAMILY, **disk_settings(tmp_path)) as service:
+        ask(service, prompts[0])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, limits[1]))  # no file may grow beyond this
+        try:
+            for prompt in prompts[1:]:
+                ask(service, prompt)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert service.not_saved(Tier.DISK, "full") > 0
+    with TieredService(FAMILY, **disk_settings(tmp_path)) as service:
+        assert cached_by_tier(ask(service, prompts[0])) == {Tier.DISK: whole_pages(LENGTH)}
+        for prompt in prompts[1:]:
+            ask(service, prompt)
 
 
 def test_full_and_refusing_writes(tmp_path: Path) -> None:
@@ -256,6 +221,9 @@ def test_keys_that_vanish_at_random(tmp_path: Path) -> None:
                 for stream in streams:
                     assert stream.error is None
                     assert_exact(stream, oracle(FAMILY))
+
+
+# --- the values ----------------------------------------------------------------------------------------------------
 
 
 def flipped(values: list[bytes], chooser: random.Random) -> list[bytes]:

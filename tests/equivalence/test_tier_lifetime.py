@@ -1,0 +1,114 @@
+"""Loads that are cancelled, shared or preempted: pages come back, keys are read once, answers stay right."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+
+import pytest
+
+from prefixcache.cache import mover
+from prefixcache.request import Tier
+from tests.equivalence.conftest import StoreSettings
+from tests.support.checks import assert_exact, oracle
+from tests.support.in_process import greedy, submit
+from tests.support.prompts import Prompts
+from tests.support.proxy_thread import line_to
+from tests.support.redis_server import RedisServer
+from tests.support.tiers import TieredService, cached_by_tier, whole_pages
+
+FAMILY = "llama-gqa"
+LENGTH = 150
+RESTORED = {Tier.REMOTE: whole_pages(LENGTH)}
+
+
+def stored_prompt(server: RedisServer, seed: int, length: int = LENGTH) -> list[int]:
+    """A prompt that a server has answered and left in Redis."""
+    prompt = Prompts(seed).tokens(length)
+    with TieredService(FAMILY, redis=server.url) as service:
+        service.run_one(greedy(prompt, 1))
+    return prompt
+
+
+def test_cancelled_while_loading(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At moments all over a load, whose batches trickle in; the pages are used otherwise at once (D2)."""
+    monkeypatch.setattr(mover, "BATCH_BYTES", 17_000)
+    prompt, prompts = stored_prompt(server, 500), Prompts(501)
+    with line_to(server.port) as line, TieredService(FAMILY, num_pages=24, redis=line.url) as service:
+        line.set(bytes_per_s=4e6)  # 4 ms a page
+        with service.running() as engine:
+            for n in range(50):
+                cancelled = submit(engine, greedy(prompt, 4))
+                time.sleep(n * 0.001)
+                engine.abort(cancelled.handle)
+                if n % 5 == 0:
+                    other = submit(engine, greedy(prompts.tokens(LENGTH), 2)).wait()
+                    assert_exact(other, oracle(FAMILY))
+            last = submit(engine, greedy(prompt, 6)).wait()
+        assert_exact(last, oracle(FAMILY))
+        assert service.cache.page_counts().in_use == 0
+        service.forget()
+        assert service.cache.page_counts().free == service.num_pages
+        again = service.run_one(greedy(prompt, 6))
+        assert cached_by_tier(again) == RESTORED
+        assert_exact(again, oracle(FAMILY))
+
+
+@pytest.mark.parametrize("tails", [0, 5])
+def test_two_that_want_the_same_pages_fetch_them_once(tails: int, server: RedisServer) -> None:
+    prompt, prompts = stored_prompt(server, 510, 161), Prompts(511)
+    server.cli("config", "resetstat")
+    with TieredService(FAMILY, redis=server.url) as service:
+        streams = service.run(*(greedy(prompt + prompts.tokens(tails), 6) for _ in range(4)))
+
+    for stream in streams:
+        assert_exact(stream, oracle(FAMILY))
+        assert stream.cached_tokens >= 160
+    calls = re.search(r"cmdstat_getex:calls=(\d+)", server.cli("info", "commandstats"))
+    assert calls
+    assert int(calls[1]) == 10, "a page was read more often than once"
+
+
+def test_the_one_that_loads_for_others_is_cancelled(server: RedisServer) -> None:
+    prompt = stored_prompt(server, 520)
+    with line_to(server.port) as line, TieredService(FAMILY, redis=line.url) as service:
+        line.set(delay_s=0.05)
+        with service.running() as engine:
+            leader = submit(engine, greedy(prompt, 4))
+            followers = [submit(engine, greedy([*prompt, n], 4)) for n in range(3, 6)]
+            time.sleep(0.08)  # its load is on its way
+            engine.abort(leader.handle)
+            for stream in followers:
+                stream.wait()
+        for stream in followers:
+            assert_exact(stream, oracle(FAMILY))
+            assert stream.cached_tokens >= whole_pages(LENGTH)
+
+
+def test_preempted_while_others_load(store: StoreSettings) -> None:
+    settings, prompts = store[1], Prompts(530)
+    asked = [prompts.tokens(40) for _ in range(8)]
+    with TieredService(FAMILY, **settings) as service:
+        service.run(*(greedy(prompt, 1) for prompt in asked))
+    with TieredService(FAMILY, num_pages=14, chunk=32, **settings) as service:
+        for stream in service.run(*(greedy(prompt, 60) for prompt in asked)):
+            assert stream.error is None
+            assert_exact(stream, oracle(FAMILY))
+        assert service.num_preemptions > 0
+
+
+def test_the_engine_ends_while_loading(server: RedisServer) -> None:
+    prompt = stored_prompt(server, 560)
+    with line_to(server.port) as line, TieredService(FAMILY, redis=line.url) as service:
+        line.set(is_black_hole=True)
+        engine = service._new_engine()
+        engine.start()
+        stream = submit(engine, greedy(prompt, 4))
+        time.sleep(0.05)
+        engine.stop(5)
+        stream.wait()
+        assert stream.error is not None
+        started_s = time.monotonic()
+    assert time.monotonic() - started_s < 3, "closing the stores hangs"
+    assert not [thread for thread in threading.enumerate() if thread.name == "stores" and thread.is_alive()]
