@@ -10,7 +10,6 @@ import pytest
 
 from prefixcache.cache import mover
 from prefixcache.request import Tier
-from tests.equivalence.conftest import StoreSettings
 from tests.support.checks import assert_exact, oracle
 from tests.support.in_process import greedy, submit
 from tests.support.prompts import Prompts
@@ -84,18 +83,6 @@ def test_the_one_that_loads_for_others_is_cancelled(server: RedisServer) -> None
         for stream in followers:
             assert_exact(stream, oracle(FAMILY))
             assert stream.cached_tokens >= whole_pages(LENGTH)
-
-
-def test_preempted_while_others_load(store: StoreSettings) -> None:
-    settings, prompts = store[1], Prompts(530)
-    asked = [prompts.tokens(40) for _ in range(8)]
-    with TieredService(FAMILY, **settings) as service:
-        service.run(*(greedy(prompt, 1) for prompt in asked))
-    with TieredService(FAMILY, num_pages=14, chunk=32, **settings) as service:
-        for stream in service.run(*(greedy(prompt, 60) for prompt in asked)):
-            assert stream.error is None
-            assert_exact(stream, oracle(FAMILY))
-        assert service.num_preemptions > 0
 
 
 def test_the_engine_ends_while_loading(server: RedisServer) -> None:
