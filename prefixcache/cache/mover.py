@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -85,6 +86,19 @@ class PageToSave(NamedTuple):
     tiers: Sequence[StoreTier]
 
 
+@dataclass(slots=True, eq=False)
+class Save:
+    """Published pages on their way to the stores, pinned until they are copied or given up.
+
+    The store thread copies, and the engine thread ends the pin, only with `lock` held.
+    """
+
+    pages: list[PageToSave]
+    unpin: Callable[[], None]
+    is_pinned: bool = True
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
 class TierMover:
     """Searches, loads and saves pages. Engine thread only, but for what says "Store thread".
 
@@ -122,7 +136,8 @@ class TierMover:
         self._metrics = metrics
         self._page_bytes = codec.header_bytes + codec.payload_bytes
         self._batch_pages = max(1, BATCH_BYTES // self._page_bytes)
-        self._num_pending_pages = 0
+        self._pinned_saves: dict[Save, None] = {}  # oldest first
+        self.num_pinned_pages = 0
         self._saves: set[Future[None]] = set()
         self._save_buffer: PageBuffer | None = None
         self._save_turn = asyncio.Lock()
@@ -349,7 +364,7 @@ class TierMover:
     # --- save --------------------------------------------------------------------------------------------------
 
     def save(self, chain: DigestChain, key: bytes, start: int, pages: list[int], unpin: Callable[[], None]) -> None:
-        """Write published pages to every store, in the background; `unpin` is called when they have been read.
+        """Write published pages to every store, in the background; `unpin` is called when they have been copied.
 
         Pages that were saved before, or that find the queue full, are left out.
         """
@@ -358,33 +373,61 @@ class TierMover:
             tiers = [tier for tier in self._tiers if identity.key not in tier.known]
             if tiers:
                 job.append(PageToSave(identity, page, tiers))
-        if job and self._num_pending_pages + len(job) > MAX_PENDING_PAGES:
+        if job and self.num_pinned_pages + len(job) > MAX_PENDING_PAGES:
             for tier in self._tiers:
                 self._metrics.not_saved(tier.tier, "queue_full", sum(tier in item.tiers for item in job))
             job = []
         if not job:
             unpin()
             return
-        self._num_pending_pages += len(job)
+        save = Save(job, unpin)
+        self._pinned_saves[save] = None
+        self.num_pinned_pages += len(job)
         for tier in self._tiers:
             tier.remember(item.identity.key for item in job if tier in item.tiers)
-        saving = self._start(self._save(job, self._transfer.fence(), unpin))
+        saving = self._start(self._save(save, self._transfer.fence()))
         self._saves.add(saving)
         saving.add_done_callback(self._saves.discard)
 
-    async def _save(self, job: list[PageToSave], fence: torch.cuda.Event | None, unpin: Callable[[], None]) -> None:
-        """Copy, seal and write, a buffer at a time; jobs one after another. Store thread."""
+    def give_up_save(self) -> bool:
+        """Unpin the pages of the latest save that was not copied yet; False where there is none."""
+        if not self._pinned_saves:
+            return False
+        save = next(reversed(self._pinned_saves))
+        self._unpin(save)
+        for tier in self._tiers:
+            keys = [item.identity.key for item in save.pages if tier in item.tiers]
+            tier.forget(keys)
+            self._metrics.not_saved(tier.tier, "device_full", len(keys))
+        return True
+
+    def _unpin(self, save: Save) -> None:
+        with save.lock:
+            was_pinned, save.is_pinned = save.is_pinned, False
+        if was_pinned:
+            del self._pinned_saves[save]
+            self.num_pinned_pages -= len(save.pages)
+            save.unpin()
+
+    async def _save(self, save: Save, fence: torch.cuda.Event | None) -> None:
+        """Copy, seal and write, a buffer at a time; one save after another. Store thread."""
         try:
             async with self._save_turn:
                 if self._save_buffer is None:
                     self._save_buffer = self._transfer.new_buffer(self._batch_pages, self._codec.header_bytes)
-                for start in range(0, len(job), self._batch_pages):
-                    await self._save_batch(job[start : start + self._batch_pages], self._save_buffer, fence)
+                for start in range(0, len(save.pages), self._batch_pages):
+                    batch = save.pages[start : start + self._batch_pages]
+                    with save.lock:
+                        if not save.is_pinned:
+                            return
+                        self._transfer.pages_to_buffer([item.page for item in batch], self._save_buffer, fence)
+                    if start + len(batch) == len(save.pages):
+                        self._post(partial(self._unpin, save))
+                    await self._write(batch, self._save_buffer)
         finally:
-            self._post(lambda: self._finish_save(len(job), unpin))
+            self._post(partial(self._unpin, save))
 
-    async def _save_batch(self, batch: list[PageToSave], buffer: PageBuffer, fence: torch.cuda.Event | None) -> None:
-        self._transfer.pages_to_buffer([item.page for item in batch], buffer, fence)
+    async def _write(self, batch: list[PageToSave], buffer: PageBuffer) -> None:
         for index, item in enumerate(batch):
             self._codec.seal(buffer.value(index), item.identity)
         for tier in self._tiers:
@@ -400,10 +443,6 @@ class TierMover:
                 self._post(partial(tier.forget, [key for key, _ in entries]))
             else:
                 self._metrics.saved(tier.tier, len(entries) * self._page_bytes)
-
-    def _finish_save(self, num_pages: int, unpin: Callable[[], None]) -> None:
-        self._num_pending_pages -= num_pages
-        unpin()
 
     # --- running -----------------------------------------------------------------------------------------------
 

@@ -385,6 +385,10 @@ class PrefixCache:
         missing = num_pages - self._pool.num_free
         if missing > 0:
             evictable = self._tree.num_pages - self._tree.num_pinned_pages
+            if self._mover is not None and evictable < missing <= evictable + self._mover.num_pinned_pages:
+                # what runs comes before what is to be written
+                while evictable < missing and self._mover.give_up_save():
+                    evictable = self._tree.num_pages - self._tree.num_pinned_pages
             if evictable < missing:
                 return None  # asking for more than there is must not empty the cache on the way
             for evicted in self._tree.evict(missing):

@@ -10,6 +10,7 @@ import pytest
 
 from prefixcache.cache import mover
 from prefixcache.request import Tier
+from tests.equivalence.conftest import StoreSettings
 from tests.support.checks import assert_exact, oracle
 from tests.support.in_process import greedy, submit
 from tests.support.prompts import Prompts
@@ -83,6 +84,33 @@ def test_the_one_that_loads_for_others_is_cancelled(server: RedisServer) -> None
         for stream in followers:
             assert_exact(stream, oracle(FAMILY))
             assert stream.cached_tokens >= whole_pages(LENGTH)
+
+
+def test_preempted_while_others_load(store: StoreSettings) -> None:
+    settings, prompts = store[1], Prompts(530)
+    asked = [prompts.tokens(40) for _ in range(8)]
+    with TieredService(FAMILY, **settings) as service:
+        service.run(*(greedy(prompt, 1) for prompt in asked))
+    with TieredService(FAMILY, num_pages=14, chunk=32, **settings) as service:
+        for stream in service.run(*(greedy(prompt, 60) for prompt in asked)):
+            assert stream.error is None
+            assert_exact(stream, oracle(FAMILY))
+        assert service.num_preemptions > 0
+
+
+def test_writes_that_take_long_hold_up_nobody(server: RedisServer) -> None:
+    """The device is too small for what comes while pages wait to be written; what is read back later is sound (D7)."""
+    asked = [Prompts(540 + n).tokens(LENGTH) for n in range(8)]
+    with line_to(server.port) as line, TieredService(FAMILY, num_pages=24, redis=line.url) as service:
+        line.set(delay_s=0.1)
+        for stream in service.run(*(greedy(prompt, 8) for prompt in asked)):
+            assert_exact(stream, oracle(FAMILY))
+        assert service.not_saved(Tier.REMOTE, "device_full") > 0
+    with TieredService(FAMILY, redis=server.url) as service:
+        for prompt in asked:
+            stream = service.run_one(greedy(prompt, 4))
+            assert_exact(stream, oracle(FAMILY))
+            assert cached_by_tier(stream) in ({}, RESTORED)
 
 
 def test_the_engine_ends_while_loading(server: RedisServer) -> None:
