@@ -82,17 +82,18 @@ class RadixTree:
         return self._match_below(node, key, num_tokens * BYTES_PER_TOKEN)
 
     def _match_below(self, node: Node, key: bytes, offset: int) -> Match:
-        page_bytes = self._page_bytes
-        while node.children and offset < len(key):
-            child = node.children.get(key[offset : offset + page_bytes])
+        page_bytes, num_bytes = self._page_bytes, len(key)
+        while (children := node.children) is not None and offset < num_bytes:
+            child = children.get(key[offset : offset + page_bytes])
             if child is None:  # no child agrees on a whole page; one may agree on a part of it
                 child, common = node.nearest_child(key, offset, page_bytes)
                 if child is None:
                     break
                 return self._match_inside(node, child, offset, common, key)
-            if len(child.key) < page_bytes or not key.startswith(child.key, offset):
+            edge_bytes = len(child.key)
+            if edge_bytes != page_bytes and (edge_bytes < page_bytes or not key.startswith(child.key, offset)):
                 return self._match_inside(node, child, offset, common_prefix_bytes(child.key, key, offset), key)
-            node, offset = child, offset + len(child.key)
+            node, offset = child, offset + edge_bytes
         state = node.final_states.get((len(node.pages), b"")) if offset == len(key) else None
         return Match(offset // BYTES_PER_TOKEN, node, len(node.pages), final_state=state)
 
