@@ -261,6 +261,11 @@ class PrefixCache:
             free=self._pool.num_free, cached=self._tree.num_pages - pinned, in_use=pinned + self._num_private_pages
         )
 
+    @property
+    def num_host_pages(self) -> int:
+        """Pages held in host memory."""
+        return 0 if self._host is None else self._host.num_pages
+
     def is_balanced(self) -> bool:
         """Whether every page is accounted for (I3). Cheap."""
         return self._pool.num_free + self._tree.num_pages + self._num_private_pages == self._pool.num_pages

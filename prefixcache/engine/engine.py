@@ -431,6 +431,7 @@ class Engine:
         metrics.pages[PageState.FREE].set(counts.free)
         metrics.pages[PageState.CACHED].set(counts.cached)
         metrics.pages[PageState.IN_USE].set(counts.in_use)
+        metrics.tiers.set_host_pages(self._cache.num_host_pages)
         if not self._scheduler.has_work and not self._cache.is_balanced():
             log.error("pages do not add up: %s of %s", counts, self.limits.num_pages)
 

@@ -149,11 +149,6 @@ class RadixTree:
                 self._settle(step)
             step = step.parent
 
-    def touch(self, node: Node) -> None:
-        """Count a use of `node` and the path above it without pinning."""
-        self.pin(node)
-        self.unpin(node)
-
     def _settle(self, node: Node) -> None:
         """Put a node where it belongs after its pins or children changed: policy, nowhere, or gone (empty root)."""
         if node.is_evictable:
