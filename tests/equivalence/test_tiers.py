@@ -158,6 +158,7 @@ def test_host_memory_that_is_too_small(num_pages: int) -> None:
                 assert_exact(service.run_one(greedy(prompt, 6)), oracle(FAMILY))
         assert service.storage.host is not None
         assert service.storage.host.num_pages == num_pages
+        assert service.num_host_pages_reported == num_pages
 
 
 def test_bfloat16_comes_back_bit_for_bit(store: StoreSettings) -> None:

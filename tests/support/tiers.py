@@ -119,6 +119,10 @@ class TieredService(InProcess):
     def not_saved(self, tier: Tier, reason: str) -> int:
         return self._count("tier_not_saved_pages_total", tier=tier.value, reason=reason)
 
+    @property
+    def num_host_pages_reported(self) -> int:
+        return self._count("host_pages")
+
     def _count(self, name: str, **labels: str) -> int:
         return int(self.metrics.registry.get_sample_value(f"prefixcache_{name}", labels) or 0)
 
