@@ -196,8 +196,9 @@ class Scheduler:
     def _has_leader(self, sequence: Sequence) -> bool:
         """Whether a running sequence is about to publish at least a page more of this one's prompt than is known.
 
-        The leader is ahead and in line already, so its result comes no later than computing the same again. If it is
-        cancelled or preempted it is no longer running, and the next to be considered takes its place.
+        The leader is ahead and in line already; others with a shorter rest may be served before it, as they would be
+        before this one, and `MAX_OVERTAKEN` bounds that. If it is cancelled or preempted it is no longer running, and
+        the next to be considered takes its place.
         """
         if not sequence.reuse:
             return False
