@@ -17,11 +17,9 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from transformers import AutoModelForCausalLM
 
 from prefixcache import app
@@ -29,6 +27,7 @@ from prefixcache.bench.bare import BareLoop, Transformers, random_tokens
 from prefixcache.bench.figures import Figure, machine
 from prefixcache.bench.lookup import build_tree, lookup_us
 from prefixcache.bench.over_grpc import ServiceBench
+from prefixcache.bench.report import Row, table
 from prefixcache.client import AsyncClient
 from prefixcache.config import Settings, add_settings_arguments, load_settings
 from prefixcache.local_server import LocalServer
@@ -41,33 +40,6 @@ ANSWER_TOKENS = 32
 CLIENTS = (1, 4, 16)
 # Room for what one bench computes: enough that nothing it measures is evicted.
 CACHE_TOKENS = 65_536
-
-
-@dataclass(slots=True)
-class Row:
-    """One measured thing, what it is compared with, and the aim if there is one.
-
-    Attributes:
-        references: What the same work takes elsewhere, in the same unit.
-        aim: In words, with the figure it comes to in this run, and whether it was met.
-    """
-
-    name: str
-    ours: Figure
-    references: dict[str, Figure] = field(default_factory=dict)
-    aim: tuple[str, bool] | None = None
-
-    def ratio(self, reference: str) -> float:
-        return self.ours.median / self.references[reference].median
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "prefixcache": self.ours.as_json(),
-            "references": {name: figure.as_json() for name, figure in self.references.items()},
-            "ratios": {name: round(self.ratio(name), 3) for name in self.references},
-            "aim": None if self.aim is None else {"text": self.aim[0], "met": self.aim[1]},
-        }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         result["server"] = server.description
         bench = Bench(settings, server.address, 3 if args.quick else 5, console.print)
         result["rows"] = [row.as_json() for row in asyncio.run(bench.rows(with_transformers=not args.quick))]
-    console.print(_table(result["rows"]))
+    console.print(table(result["rows"]))
     json.dump(result, sys.stdout, indent=2)
     print()
     return 0
@@ -188,20 +160,3 @@ class Bench:
         )
         model.train(False)
         return Transformers(model)
-
-
-def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="medians of this run")
-    for heading in ("what", "prefixcache", "compared with", "ratio", "aim"):
-        table.add_column(heading, justify="right" if heading in {"prefixcache", "ratio"} else "left")
-    for row in rows:
-        ours, aim = row["prefixcache"], row["aim"]
-        names = list(row["references"])
-        table.add_row(
-            row["name"],
-            f"{ours['median']:,.1f} {ours['unit']}",
-            "\n".join(f"{name} {row['references'][name]['median']:,.1f}" for name in names),
-            "\n".join(f"{row['ratios'][name]:.2f}" for name in names),
-            "" if aim is None else ("met: " if aim["met"] else "MISSED: ") + aim["text"],
-        )
-    return table
