@@ -1,12 +1,13 @@
 # Every target works alone from a fresh clone: what it needs is set up first, in .venv.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup proto fmt check test demo serve bench clean
+.PHONY: help setup proto fmt check test node demo serve bench clean
 .DELETE_ON_ERROR:
 
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+NODE_READY := examples/node/node_modules/.package-lock.json
 
 # The first Python that is new enough; another one can be named with `make setup PYTHON=…`.
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
@@ -45,7 +46,7 @@ check: $(READY)  ## format, lint, types, import rules, fresh generated code
 	$(BIN)/lint-imports
 	$(BIN)/python protos/generate.py --check
 
-test: $(READY)  ## run all tests; installs redis-server where it may
+test: $(READY) node  ## run all tests; installs redis-server where it may
 	@command -v redis-server >/dev/null && command -v openssl >/dev/null || { \
 		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 			echo "Installing redis-server and openssl, which the tests start"; \
@@ -54,6 +55,16 @@ test: $(READY)  ## run all tests; installs redis-server where it may
 			echo "The tests need redis-server and openssl: sudo apt-get install redis-server openssl" >&2; exit 1; \
 		fi; }
 	$(BIN)/python -m pytest
+
+node: $(NODE_READY)
+$(NODE_READY): examples/node/package-lock.json
+	@if command -v npm >/dev/null; then \
+		echo "Installing what examples/node uses, which the tests run"; \
+		cd examples/node && npm ci --ignore-scripts --no-audit --no-fund --loglevel=error && touch node_modules/.package-lock.json \
+			|| echo "npm ci failed: the tests that need Node.js are skipped" >&2; \
+	else \
+		echo "The tests that need Node.js are skipped; to run them: sudo apt-get install nodejs npm" >&2; \
+	fi
 
 demo: $(READY)  ## run the main job: a server, questions about one long document, a table of what was saved
 	@$(BIN)/python examples/demo.py
