@@ -56,9 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser(name, command)
     args, unknown_arguments = parser.parse_known_args(arguments)
     args.unknown_arguments = unknown_arguments
-    if unknown_arguments and not args.reports_unknown_arguments:
-        parser.error(f"unknown arguments: {' '.join(unknown_arguments)}")
     assert command is not None, "the parser accepts known commands only"
+    if unknown_arguments and not args.reports_unknown_arguments:
+        args.parser.error(f"unknown arguments: {' '.join(unknown_arguments)}")
     try:
         return command.run(args)
     except RequestFailed as error:
@@ -92,7 +92,7 @@ def _parser(name: str, command: Command | None) -> argparse.ArgumentParser:
         subparser = subparsers.add_parser(
             other, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
         )
-        subparser.set_defaults(reports_unknown_arguments=False)
+        subparser.set_defaults(reports_unknown_arguments=False, parser=subparser)
         if other == name and command is not None:
             description, _, examples = command.__doc__.partition("\n\nExamples:")
             subparser.description = description

@@ -64,17 +64,19 @@ class StreamedAnswer:
     """Shows one answer as it comes, and keeps what was shown, also of an answer that was interrupted.
 
     Attributes:
-        text: The answer so far.
+        text: The answer so far; of several samples the first.
+        further_samples: The texts of the others so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_samples: int = 1) -> None:
         self.text = ""
+        self.further_samples = [""] * (num_samples - 1)
         self._usage: pb.Usage | None = None
         self._started_at = time.monotonic()
         self._ttft_s = 0.0
 
     def show(self, messages: Iterator[pb.GenerateResponse]) -> None:
-        """Writes the text of the messages to stdout, behind a spinner until the first one is there."""
+        """Writes the first sample's text to stdout as it comes, behind a spinner until something is there."""
         with spinner("thinking"):
             first = next(messages)
         self._ttft_s = time.monotonic() - self._started_at
@@ -95,8 +97,11 @@ class StreamedAnswer:
         )
 
     def _write(self, message: pb.GenerateResponse) -> None:
-        self.text += message.text
-        sys.stdout.write(message.text)
-        sys.stdout.flush()
+        if message.sample_index:
+            self.further_samples[message.sample_index - 1] += message.text
+        else:
+            self.text += message.text
+            sys.stdout.write(message.text)
+            sys.stdout.flush()
         if message.HasField("usage"):
             self._usage = message.usage

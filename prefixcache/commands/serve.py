@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
+import signal
 
 from prefixcache import app
 from prefixcache.commands.display import Progress
 from prefixcache.config import add_settings_arguments, load_settings
 from prefixcache.log import setup_logging
 from prefixcache.metrics import Metrics
+from prefixcache.server.port import reserved_port
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,9 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     settings = load_settings(args, args.unknown_arguments)
     setup_logging(settings.log_level, settings.log_format)
+    # Until there is something to drain. Said explicitly, because process 1 of a container would ignore the signal.
+    signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     metrics = Metrics()
     metrics_server = app.start_metrics(settings, metrics)
-    with Progress() as progress:
+    with reserved_port(settings.host, settings.port), Progress() as progress:
         served = app.load(settings, progress.say)
 
     def announce(port: int) -> None:

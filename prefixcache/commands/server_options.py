@@ -20,6 +20,8 @@ _OPTION_NAMES = (
     "top_k",
     "min_p",
     "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
     "seed",
     "stop",
     "cache_salt",
@@ -68,6 +70,8 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--min-p", type=float, metavar="P", help="leave out tokens less likely than P times the best")
     group.add_argument("--repetition-penalty", type=float, metavar="X", help="above 1 discourages repetition")
+    group.add_argument("--presence-penalty", type=float, metavar="X", help="above 0 discourages tokens already written")
+    group.add_argument("--frequency-penalty", type=float, metavar="X", help="the same, for each time they were written")
     group.add_argument("--seed", type=integer(64), metavar="N", help="makes sampling repeatable")
     group.add_argument("--stop", action="append", metavar="TEXT", help="end at this text; may be given several times")
     group = parser.add_argument_group("cache")

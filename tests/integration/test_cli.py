@@ -52,6 +52,21 @@ def test_generate_as_json_prints_the_messages(run):
     assert sum(len(message["token_ids"]) for message in messages) == int(messages[-1]["usage"]["completion_tokens"])
 
 
+def test_generate_writes_several_samples_one_after_the_other(run):
+    options = ("--max-tokens", "6", "--temperature", "0", "--presence-penalty", "0.5", "--frequency-penalty", "0.5")
+    alone = run("generate", "The quick", *options)[1]
+    exit_code, out, err = run("generate", "The quick", "--n", "3", *options)
+    assert exit_code == 0
+    assert out == f"{alone}--- 2 of 3\n{alone}--- 3 of 3\n{alone}"
+    assert "answer 18 tokens" in err
+
+
+def test_generate_as_json_has_logprobs_if_asked(run):
+    _, out, _ = run("generate", "--json", "The quick", "--max-tokens", "2", "--logprobs", "2")
+    entries = [entry for line in out.splitlines() for entry in json.loads(line)["logprobs"]]
+    assert [len(entry["top_token_ids"]) for entry in entries] == [2, 2]
+
+
 def test_a_refused_request_is_one_line_and_exit_code_2(run):
     exit_code, out, err = run("generate", "x", "--top-p", "7")
     assert (exit_code, out) == (2, "")

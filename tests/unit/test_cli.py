@@ -53,6 +53,7 @@ def test_version(capsys: pytest.CaptureFixture[str]):
         (["generate", "x", "--max-tokens", "many"], "invalid whole number value: 'many'"),
         (["generate", "x", "--max-tokens", "99999999999"], "99999999999 is out of range"),
         (["generate", "x", "--system", "y"], "--system goes with --chat"),
+        (["generate", "x", "--logprobs", "2"], "--logprobs goes with --json"),
         (["generate", "\udcff"], "text: is not valid UTF-8"),
         (["tokenize"], "one of the arguments TEXT --decode is required"),
         (["tokenize", "--decode", "99999999999999999999"], "is out of range"),
@@ -69,6 +70,11 @@ def test_a_mistake_is_one_clear_message_and_exit_code_2(
     assert message in captured.err
     assert "Traceback" not in captured.err
     assert captured.out == ""
+
+
+def test_a_mistake_shows_the_usage_of_its_command(capsys: pytest.CaptureFixture[str]):
+    assert run("info", "--bad") == 2
+    assert capsys.readouterr().err.startswith("usage: prefixcache info [-h]")
 
 
 def test_stdin_that_is_no_text_is_the_users_mistake(
