@@ -67,6 +67,18 @@ def _parse_memory(value: object) -> int | float:
     return fraction
 
 
+def _check_secret_file(path: Path) -> Path:
+    """Find out at start, not at first use, that a secret is missing."""
+    path = path.expanduser()
+    try:
+        secret = path.read_text().strip()
+    except OSError as error:
+        raise ValueError(f"the file cannot be read: {error.strerror}") from None
+    if not secret:
+        raise ValueError("the file is empty")
+    return path
+
+
 def _default_cache_dir() -> Path:
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "prefixcache"
@@ -74,6 +86,7 @@ def _default_cache_dir() -> Path:
 
 ByteCount = Annotated[int, PlainValidator(_parse_bytes)]
 Memory = Annotated[int | float, PlainValidator(_parse_memory)]
+SecretFile = Annotated[Path, AfterValidator(_check_secret_file)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -119,6 +132,9 @@ class Settings(BaseSettings):
         None,
         description="Redis or Valkey that replicas share: redis://, rediss://, redis+sentinel:// or redis+cluster://. "
         "Default: none.",
+    )
+    redis_password_file: SecretFile | None = Field(
+        None, description="File with the password for --redis, on one line, for URLs that don't hold it. Default: none."
     )
     redis_ttl_s: float = Field(
         24 * 3600.0, gt=0, description="Seconds that a page stays in Redis after it was last written or read."
@@ -179,12 +195,23 @@ class Settings(BaseSettings):
             raise ValueError(f"port and metrics_port are both {self.port}; they must differ")
         return self
 
+    @model_validator(mode="after")
+    def _password_has_a_use(self) -> Settings:
+        if self.redis_password_file is not None and self.redis is None:
+            raise ValueError("redis_password_file is set, but redis, which says where that password belongs, is not")
+        return self
+
     @property
     def disk_folder(self) -> Path | None:
         """The disk tier's folder, if there is to be one."""
         if self.disk is None:
             return None
         return self.cache_dir / "kv" if self.disk == "auto" else Path(self.disk).expanduser()
+
+    @property
+    def redis_password(self) -> str | None:
+        """What stands in `redis_password_file`, read anew each time."""
+        return self.redis_password_file.read_text().strip() if self.redis_password_file else None
 
     def cache_memory_bytes(self, device_type: str, free_bytes: int) -> int:
         """Return the bytes for K/V, given what is free on the device with the model loaded.

@@ -104,7 +104,7 @@ def _build_stores(settings: Settings, value_bytes: int, metrics: TierMetrics) ->
     if settings.disk_folder is not None:
         add(Tier.DISK, DiskStore(settings.disk_folder, settings.disk_size), DISK_ESTIMATE)
     if settings.redis is not None:
-        target = parse_redis_url(settings.redis.get_secret_value())
+        target = parse_redis_url(settings.redis.get_secret_value(), settings.redis_password)
         add(Tier.REMOTE, RedisStore(target, settings.redis_ttl_s), REDIS_ESTIMATE)
     return tiers
 

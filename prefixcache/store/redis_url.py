@@ -95,8 +95,8 @@ class RedisTarget:
         return f"{self.scheme}://{MASK + '@' if has_user else ''}{place}{service}" + (f"/{self.db}" if self.db else "")
 
 
-def parse_redis_url(url: str) -> RedisTarget:
-    """Reads a URL.
+def parse_redis_url(url: str, password: str | None = None) -> RedisTarget:
+    """Reads a URL, and takes a password that was kept apart from it.
 
     Raises:
         ConfigError: The URL cannot work; all its problems are listed, and no secret is repeated.
@@ -112,10 +112,12 @@ def parse_redis_url(url: str) -> RedisTarget:
         problems.append("write # in a password as %23")
     options = _read_options(parts, problems)
     user_info, _, places = parts.netloc.rpartition("@")
-    username, _, password = user_info.partition(":")
+    username, _, password_in_url = user_info.partition(":")
+    if password and password_in_url:
+        problems.append("it holds a password, and another one comes from a file")
     target = RedisTarget(
         scheme=parts.scheme,
-        credentials=Credentials(unquote(username) or None, unquote(password) or None),
+        credentials=Credentials(unquote(username) or None, password or unquote(password_in_url) or None),
         sentinel_credentials=Credentials(options.get("sentinel_username"), options.get("sentinel_password")),
         tls=_read_tls(options, problems) if parts.scheme.startswith("rediss") else None,
     )

@@ -173,3 +173,32 @@ def test_settings_never_change() -> None:
 
 def test_flags_are_not_shortened() -> None:
     assert problems_of("--metrics-h", "x")[0].startswith("--metrics-h: there is no such flag")
+
+
+def test_a_redis_password_from_a_file(tmp_path: Path) -> None:
+    secret = tmp_path / "password"
+    secret.write_text("s3cret\n")
+    settings = settings_for("--redis", "redis://cache", "--redis-password-file", str(secret))
+    assert settings.redis_password == "s3cret"
+    assert "s3cret" not in repr(settings)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "the file cannot be read: No such file or directory"),
+        ("\n", "the file is empty"),
+    ],
+)
+def test_a_missing_password_is_found_at_start(tmp_path: Path, content: str | None, problem: str) -> None:
+    secret = tmp_path / "password"
+    if content is not None:
+        secret.write_text(content)
+    [line] = problems_of("--redis", "redis://cache", "--redis-password-file", str(secret))
+    assert line.startswith(f"--redis-password-file: {problem}")
+
+
+def test_a_password_for_no_redis_is_a_mistake(tmp_path: Path) -> None:
+    (tmp_path / "password").write_text("s3cret")
+    [line] = problems_of("--redis-password-file", str(tmp_path / "password"))
+    assert "redis_password_file is set, but redis" in line

@@ -104,3 +104,10 @@ def test_all_problems_at_once_and_no_secret() -> None:
 
 def test_a_target_can_be_made_without_a_url() -> None:
     assert str(RedisTarget("redis", (("cache", 1),))) == "redis://cache:1"
+
+
+def test_a_password_that_was_kept_apart() -> None:
+    assert parse_redis_url("redis://reader@cache", "s3#cret").credentials == Credentials("reader", "s3#cret")
+    with pytest.raises(ConfigError, match="holds a password, and another one comes from a file") as caught:
+        parse_redis_url("redis://reader:one@cache", "two")
+    assert "two" not in str(caught.value)
