@@ -12,15 +12,18 @@ few tokens (less than a page); a match that ends inside a page is served by copy
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from sortedcontainers import SortedDict
+from sortedcontainers import SortedList
 
 from prefixcache.request import Namespace
 
 BYTES_PER_TOKEN = 4
+
+# Up to this many children the nearest one is found by looking at all of them, and no order is kept.
+MAX_UNORDERED = 8
 
 
 class PageDigest(NamedTuple):
@@ -49,6 +52,54 @@ def common_prefix_bytes(edge: bytes, key: bytes, offset: int) -> int:
     return low - low % BYTES_PER_TOKEN
 
 
+class Children(dict[bytes, "Node"]):
+    """First page of a child's key -> child.
+
+    Nearly every node has one to three children, and then this is a plain dictionary of 250 bytes: an order costs
+    more than a kilobyte and a dozen objects for the garbage collector to walk, so only wide nodes keep one.
+    """
+
+    __slots__ = ("_order",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._order: SortedList | None = None  # all keys
+
+    def add(self, page: bytes, child: Node) -> None:
+        """Put `child` in, or in the place of the one that begins with the same page."""
+        is_new = page not in self
+        self[page] = child
+        if self._order is not None and is_new:
+            self._order.add(page)
+        elif len(self) > MAX_UNORDERED and self._order is None:
+            self._order = SortedList(self)
+
+    def remove(self, page: bytes) -> None:
+        del self[page]
+        if self._order is not None:
+            self._order.remove(page)
+
+    def nearest(self, page: bytes) -> tuple[Node | None, int]:
+        """Find the child whose first page begins with most of `page`, and count the bytes (whole tokens) that agree.
+
+        The longest common prefix with any key of a sorted set is the one with a neighbour in sorted order, so two
+        comparisons are enough however many children there are.
+        """
+        child = self.get(page)
+        if child is not None:
+            return child, len(page)
+        candidates: Iterable[bytes] = self
+        if self._order is not None:
+            index = self._order.bisect_left(page)
+            candidates = self._order[max(index - 1, 0) : index + 1]
+        best, best_common = None, 0
+        for candidate in candidates:
+            common = common_prefix_bytes(candidate, page, 0)
+            if common > best_common:
+                best, best_common = candidate, common
+        return (None, 0) if best is None else (self[best], best_common)
+
+
 @dataclass(slots=True, eq=False)
 class Node:
     """A run of tokens below `parent`, with the device pages that hold its K/V.
@@ -56,7 +107,7 @@ class Node:
     Attributes:
         key: The run's tokens, `BYTES_PER_TOKEN` each.
         pages: One page id for each started page of `key`.
-        children: First page of a child's key -> child, in sorted order; None for a leaf.
+        children: First page of a child's key -> child; None for a leaf.
         pins: How many leases use this node or one below it (I2).
         last_used: Logical time of the last use; never younger than a child's.
         final_states: Where a prompt ends -> the model's final state there. The place is (whole pages into this node,
@@ -67,7 +118,7 @@ class Node:
     parent: Node | None
     key: bytes
     pages: list[int]
-    children: SortedDict | None = None
+    children: Children | None = None
     pins: int = 0
     last_used: int = 0
     final_states: dict[tuple[int, bytes], Any] = field(default_factory=dict)
@@ -81,36 +132,19 @@ class Node:
     def nearest_child(self, key: bytes, offset: int, page_bytes: int) -> tuple[Node | None, int]:
         """Find the child that shares most of `key[offset:]`'s first page.
 
-        The longest common prefix with any key of a sorted set is the one with a neighbour in sorted order, so two
-        comparisons are enough however many children there are.
-
         Returns:
             The child and the bytes (whole tokens) of its first page that agree; (None, 0) where none shares a token.
         """
-        if not self.children:
-            return None, 0
-        page = key[offset : offset + page_bytes]
-        child = self.children.get(page)
-        if child is not None:
-            return child, len(page)
-        index = self.children.bisect_left(page)
-        best, best_common = None, 0
-        for neighbour in (index - 1, index):
-            if 0 <= neighbour < len(self.children):
-                candidate_page, candidate = self.children.peekitem(neighbour)
-                common = common_prefix_bytes(candidate_page, page, 0)
-                if common > best_common:
-                    best, best_common = candidate, common
-        return best, best_common
+        return self.children.nearest(key[offset : offset + page_bytes]) if self.children else (None, 0)
 
     def add_child(self, child: Node, page_bytes: int) -> None:
         if self.children is None:
-            self.children = SortedDict()
-        self.children[child.key[:page_bytes]] = child
+            self.children = Children()
+        self.children.add(child.key[:page_bytes], child)
 
     def remove_child(self, child: Node, page_bytes: int) -> None:
         assert self.children is not None
-        del self.children[child.key[:page_bytes]]
+        self.children.remove(child.key[:page_bytes])
         if not self.children:
             self.children = None
 
