@@ -37,6 +37,7 @@ from prefixcache.model.fingerprint import kv_fingerprint
 from prefixcache.model.loader import LoadedModel, load_model
 from prefixcache.model.spec import DecoderSpec
 from prefixcache.model.tokenizer import Tokenizer
+from prefixcache.server.api_keys import ApiKeys, read_keys
 from prefixcache.server.grpc_server import build_grpc_server, listen
 from prefixcache.server.health import HealthMonitor
 from prefixcache.server.interceptors import CallInterceptor
@@ -196,6 +197,12 @@ def model_info(served: ServedModel, engine: Engine) -> pb.GetModelInfoResponse:
     )
 
 
+def check_edge(settings: Settings) -> None:
+    """Raises ConfigError for what is wrong with API keys, before anything else takes time."""
+    if settings.api_keys is not None:
+        read_keys(settings.api_keys)
+
+
 def start_metrics(settings: Settings, metrics: Metrics) -> MetricsServer:
     """Starts to serve `/metrics`; raises ConfigError if its port is taken."""
     try:
@@ -226,7 +233,7 @@ class Server:
         self.engine, self._storage = build_engine(served, settings, metrics, publish)
         _log.info("tiers below the device: %s", self._storage.describe())
         self._health = HealthMonitor(self.engine, settings.stall_timeout_s)
-        self._calls = CallInterceptor(metrics)
+        self._calls = CallInterceptor(metrics, None if settings.api_keys is None else ApiKeys(settings.api_keys))
         self._servicer = InferenceServicer(
             self.engine, served.tokenizer, model_info(served, self.engine), settings.max_message_bytes
         )

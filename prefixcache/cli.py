@@ -24,6 +24,7 @@ COMMANDS = {
     "generate": "continue a prompt",
     "chat": "chat with the model",
     "tokenize": "text to token ids, or back",
+    "new-key": "make an API key for a tenant",
     "info": "show the model and the cache of a server",
     "bench": "measure the service against references from the same run",
 }

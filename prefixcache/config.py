@@ -158,6 +158,11 @@ class Settings(BaseSettings):
     port: Port = Field(50051, description="Port of the gRPC service; 0 takes a free one.")
     metrics_host: str = Field("127.0.0.1", description="Address on which /metrics is served.")
     metrics_port: Port = Field(9464, description="Port of /metrics; 0 takes a free one.")
+    api_keys: Annotated[Path, AfterValidator(Path.expanduser)] | None = Field(
+        None,
+        description="File of API keys, as prefixcache new-key makes them: calls without one are refused, and tenants "
+        "share no cached prefixes. Read again when it changes. Default: none, everyone may call.",
+    )
     grace_s: float = Field(
         30.0, ge=0, description="Seconds that running requests get to finish after SIGTERM before they are aborted."
     )

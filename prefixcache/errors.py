@@ -22,6 +22,10 @@ class InvalidRequest(PrefixCacheError):
         self.reason = reason
 
 
+class Unauthenticated(PrefixCacheError):
+    """The call carries no key, or none that is known."""
+
+
 class Overloaded(PrefixCacheError):
     """The queue is full; the same request may succeed a little later.
 

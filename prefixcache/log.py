@@ -27,6 +27,7 @@ class RequestLine:
     code: str
     peer: str
     total_ms: float
+    tenant: str | None = None
     queue_ms: float | None = None
     prefill_ms: float | None = None
     ttft_ms: float | None = None

@@ -30,6 +30,7 @@ class Outcome(StrEnum):
 
     OK = "ok"
     INVALID = "invalid"
+    UNAUTHENTICATED = "unauthenticated"
     OVERLOADED = "overloaded"
     CANCELLED = "cancelled"
     DEADLINE = "deadline"

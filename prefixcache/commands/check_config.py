@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     settings = load_settings(args, args.unknown_arguments)
     setup_logging(settings.log_level, settings.log_format)
+    app.check_edge(settings)
     with Progress() as progress:
         served = app.load(settings, progress.say)
     print("settings")

@@ -34,6 +34,7 @@ def run(args: argparse.Namespace) -> int:
     setup_logging(settings.log_level, settings.log_format)
     # Until there is something to drain. Said explicitly, because process 1 of a container would ignore the signal.
     signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
+    app.check_edge(settings)
     metrics = Metrics()
     metrics_server = app.start_metrics(settings, metrics)
     with reserved_port(settings.host, settings.port), Progress() as progress:

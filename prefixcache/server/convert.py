@@ -95,8 +95,8 @@ class CheckedRequest:
     use_cache: bool
 
 
-def check(request: pb.GenerateRequest, limits: ModelLimits) -> CheckedRequest:
-    """Checks every field of a Generate or Complete request.
+def check(request: pb.GenerateRequest, limits: ModelLimits, tenant: str = "") -> CheckedRequest:
+    """Checks every field of a Generate or Complete request of an authenticated tenant.
 
     Raises:
         InvalidRequest: The first fault found; it names the field.
@@ -110,7 +110,7 @@ def check(request: pb.GenerateRequest, limits: ModelLimits) -> CheckedRequest:
         max_tokens=optional_integer(request, "max_tokens", 1),
         sampling=_sampling(request, limits),
         num_samples=integer(request, "n", 1, 1, MAX_SAMPLES),
-        namespace=Namespace(salt=request.cache_salt),
+        namespace=Namespace(tenant=tenant, salt=request.cache_salt),
         use_cache=flag(request, "use_cache", True),
     )
 

@@ -1,4 +1,6 @@
-"""The outer edge of every call: names it, counts it, leaves its log line, and turns its error into a status."""
+"""The outer edge of every call: says who calls, names and counts the call, leaves its log line, and turns its error
+into a status.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,11 @@ from google.protobuf.message import DecodeError
 from grpc.aio import ServerInterceptor, ServicerContext
 
 from prefixcache._pb.prefixcache.v1 import inference_pb2 as pb
-from prefixcache.errors import InvalidRequest, PrefixCacheError
+from prefixcache.errors import InvalidRequest, PrefixCacheError, Unauthenticated
 from prefixcache.log import RequestLine, log_request
 from prefixcache.metrics import Metrics
+from prefixcache.server.api_keys import ApiKeys
+from prefixcache.server.caller import TENANT
 from prefixcache.server.convert import is_request_id
 from prefixcache.server.status import CANCELLED, DEADLINE_EXCEEDED, OK, Status, status_of
 
@@ -32,8 +36,9 @@ _log = logging.getLogger(__name__)
 class Call:
     """What is known about one call while it runs."""
 
-    def __init__(self, method: str, context: ServicerContext[Any, Any]) -> None:
+    def __init__(self, method: str, tenant: str, context: ServicerContext[Any, Any]) -> None:
         self.method = method
+        self.tenant = tenant
         self.peer = context.peer()
         self.request_id = _metadata_request_id(context) or uuid.uuid4().hex
         self.started_at = time.monotonic()
@@ -60,13 +65,18 @@ class Call:
 
 
 class CallInterceptor(ServerInterceptor):  # type: ignore[type-arg]  # generic only in its type stubs
-    """Wraps every call of our own services; health and reflection pass through. Event loop only.
+    """Wraps every call of our own services; health and reflection pass through, without a key. Event loop only.
+
+    Args:
+        metrics: Where calls are counted.
+        keys: Known API keys; None to let everyone in.
 
     Attributes:
         num_open: Calls that have not ended yet, including what is still to be written to their clients.
     """
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, keys: ApiKeys | None = None) -> None:
+        self._keys = keys
         self.num_open = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -85,18 +95,30 @@ class CallInterceptor(ServerInterceptor):  # type: ignore[type-arg]  # generic o
         if handler is None or not handler_call_details.method.startswith(SERVICE_PREFIX):
             return handler
         method = handler_call_details.method.rpartition("/")[2]
+        try:
+            tenant = "" if self._keys is None else self._keys.tenant_of(handler_call_details.invocation_metadata)
+        except Unauthenticated as error:
+            return grpc.stream_stream_rpc_method_handler(self._refusing(method, error))
         # Without a deserializer the handlers get bytes, so that even a request that cannot be parsed is accounted for.
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(
-                self._streaming(method, handler), response_serializer=handler.response_serializer
+                self._streaming(method, tenant, handler), response_serializer=handler.response_serializer
             )
         return grpc.unary_unary_rpc_method_handler(
-            self._unary(method, handler), response_serializer=handler.response_serializer
+            self._unary(method, tenant, handler), response_serializer=handler.response_serializer
         )
 
-    def _unary(self, method: str, handler: Any) -> Any:
+    def _refusing(self, method: str, error: Unauthenticated) -> Any:
+        # As a stream, whatever the method is: the request, which may be large, is then never read.
+        async def respond(_: object, context: ServicerContext[Any, Any]) -> None:
+            async with self._accounted(method, "", context):
+                raise error
+
+        return respond
+
+    def _unary(self, method: str, tenant: str, handler: Any) -> Any:
         async def respond(payload: bytes, context: ServicerContext[Any, Any]) -> Any:
-            async with self._accounted(method, context) as call:
+            async with self._accounted(method, tenant, context) as call:
                 request = call.parse(handler.request_deserializer, payload)
                 response = await handler.unary_unary(request, context)
                 call.observe(response)
@@ -104,11 +126,11 @@ class CallInterceptor(ServerInterceptor):  # type: ignore[type-arg]  # generic o
 
         return respond
 
-    def _streaming(self, method: str, handler: Any) -> Any:
+    def _streaming(self, method: str, tenant: str, handler: Any) -> Any:
         # A coroutine that writes, not a generator that yields: a cancelled call then always ends in here, and
         # `aclosing` lets the servicer clean up at once instead of when its generator is collected.
         async def respond(payload: bytes, context: ServicerContext[Any, Any]) -> None:
-            async with self._accounted(method, context) as call:
+            async with self._accounted(method, tenant, context) as call:
                 request = call.parse(handler.request_deserializer, payload)
                 async with aclosing(handler.unary_stream(request, context)) as responses:
                     async for response in responses:
@@ -118,8 +140,9 @@ class CallInterceptor(ServerInterceptor):  # type: ignore[type-arg]  # generic o
         return respond
 
     @asynccontextmanager
-    async def _accounted(self, method: str, context: ServicerContext[Any, Any]) -> AsyncIterator[Call]:
-        call = Call(method, context)
+    async def _accounted(self, method: str, tenant: str, context: ServicerContext[Any, Any]) -> AsyncIterator[Call]:
+        call = Call(method, tenant, context)
+        TENANT.set(tenant)  # of this task, which serves this call alone
         status = OK
         self.num_open += 1
         self._idle.clear()
@@ -153,6 +176,7 @@ class CallInterceptor(ServerInterceptor):  # type: ignore[type-arg]  # generic o
                 outcome=status.outcome.value,
                 code=status.code.name,
                 peer=call.peer,
+                tenant=call.tenant or None,
                 total_ms=(time.monotonic() - call.started_at) * 1000,
                 queue_ms=timings.queue_ms if timings else None,
                 prefill_ms=timings.prefill_ms if timings else None,

@@ -17,6 +17,7 @@ from prefixcache.errors import InvalidRequest, Overloaded
 from prefixcache.model.tokenizer import Tokenizer
 from prefixcache.request import GenerateRequest
 from prefixcache.server import convert, reply
+from prefixcache.server.caller import TENANT
 from prefixcache.server.convert import ChatPrompt, ModelLimits, Prompt, TextPrompt, TokenPrompt
 from prefixcache.server.stream import TokenStream
 
@@ -85,7 +86,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         self._tokenizer_thread.shutdown(wait=False, cancel_futures=True)
 
     async def _accept(self, request: pb.GenerateRequest) -> GenerateRequest:
-        checked = convert.check(request, self._limits)
+        checked = convert.check(request, self._limits, TENANT.get())
         token_ids = await self._token_ids(checked.prompt)
         return convert.to_engine(checked, request.request_id, token_ids, self._limits)
 

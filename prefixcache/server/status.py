@@ -6,13 +6,21 @@ from dataclasses import dataclass
 
 from grpc import StatusCode
 
-from prefixcache.errors import EngineFailed, InvalidRequest, NotServing, Overloaded, PrefixCacheError
+from prefixcache.errors import (
+    EngineFailed,
+    InvalidRequest,
+    NotServing,
+    Overloaded,
+    PrefixCacheError,
+    Unauthenticated,
+)
 from prefixcache.metrics import Outcome
 
 PUSHBACK_KEY = "grpc-retry-pushback-ms"  # gRPC clients with a retry policy wait this long (gRFC A6)
 
 _TABLE: tuple[tuple[type[PrefixCacheError], StatusCode, Outcome], ...] = (
     (InvalidRequest, StatusCode.INVALID_ARGUMENT, Outcome.INVALID),
+    (Unauthenticated, StatusCode.UNAUTHENTICATED, Outcome.UNAUTHENTICATED),
     (Overloaded, StatusCode.RESOURCE_EXHAUSTED, Outcome.OVERLOADED),
     (NotServing, StatusCode.UNAVAILABLE, Outcome.NOT_SERVING),
     (EngineFailed, StatusCode.INTERNAL, Outcome.FAILED),

@@ -85,15 +85,15 @@ def test_nothing_of_another_is_used_and_ones_own_is_found_again(other: Server, s
     assert again.token_ids == strange.token_ids
 
 
-def test_the_same_tokens_in_another_namespace_are_not_in_host_memory() -> None:
-    salted = Namespace("", "pepper")
+@pytest.mark.parametrize("other", [Namespace("", "pepper"), Namespace("pepper", "")])
+def test_the_same_tokens_in_another_namespace_are_not_in_host_memory(other: Namespace) -> None:
     with TieredService(FAMILY, num_pages=8, host_memory=4 * 2**20) as service:
-        for namespace in (Namespace(), salted):
+        for namespace in (Namespace(), other):
             stream = service.run_one(greedy(PROMPT, 2, namespace=namespace))
             assert cached_by_tier(stream) == {}
             assert_exact(stream, Oracle(tiny_model(FAMILY)))
             service.run_one(greedy(Prompts(41).tokens(110), 2))  # takes every page of the device
-        for namespace in (Namespace(), salted):
+        for namespace in (Namespace(), other):
             stream = service.run_one(greedy(PROMPT, 2, namespace=namespace))
             assert cached_by_tier(stream) == {Tier.HOST: 80}
             service.run_one(greedy(Prompts(42).tokens(110), 2))

@@ -55,6 +55,7 @@ def test_a_finished_request_is_one_json_object_with_fixed_keys(capsys: pytest.Ca
         "code",
         "peer",
         "total_ms",
+        "tenant",
         "queue_ms",
         "prefill_ms",
         "ttft_ms",

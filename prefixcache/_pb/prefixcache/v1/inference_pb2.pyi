@@ -170,7 +170,9 @@ class GenerateRequest(_message.Message):
     Unset: true.
     """
     cache_salt: _builtins.str
-    """Requests share cached K/V only with requests of the same salt. At most 256 characters."""
+    """Requests share cached K/V only with requests of the same salt; where API keys are in use, of the same tenant and
+    the same salt. At most 256 characters.
+    """
     skip_special_tokens: _builtins.bool
     """Leaves special tokens (such as the end-of-sequence token) out of the returned text. Unset: true."""
     @_builtins.property

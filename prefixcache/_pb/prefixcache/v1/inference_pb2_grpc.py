@@ -31,7 +31,8 @@ class InferenceStub:
 
     Status codes: INVALID_ARGUMENT (the message starts with the name of the field that is wrong), RESOURCE_EXHAUSTED
     (the queue is full; trailing metadata `grpc-retry-pushback-ms` says when to try again), UNAVAILABLE (the server is
-    starting, stopping or stuck; another replica may answer), INTERNAL (a fault of the server), CANCELLED and
+    starting, stopping or stuck; another replica may answer), UNAUTHENTICATED (the server wants an API key as metadata,
+    `authorization: Bearer KEY`), INTERNAL (a fault of the server), CANCELLED and
     DEADLINE_EXCEEDED as usual. Trailing metadata `x-request-id` names the request in the server's log.
 
     Transport: a message above the server's limit (16 MiB unless set otherwise) is refused by gRPC itself, with
@@ -78,7 +79,8 @@ class InferenceServicer:
 
     Status codes: INVALID_ARGUMENT (the message starts with the name of the field that is wrong), RESOURCE_EXHAUSTED
     (the queue is full; trailing metadata `grpc-retry-pushback-ms` says when to try again), UNAVAILABLE (the server is
-    starting, stopping or stuck; another replica may answer), INTERNAL (a fault of the server), CANCELLED and
+    starting, stopping or stuck; another replica may answer), UNAUTHENTICATED (the server wants an API key as metadata,
+    `authorization: Bearer KEY`), INTERNAL (a fault of the server), CANCELLED and
     DEADLINE_EXCEEDED as usual. Trailing metadata `x-request-id` names the request in the server's log.
 
     Transport: a message above the server's limit (16 MiB unless set otherwise) is refused by gRPC itself, with
@@ -163,7 +165,8 @@ class Inference:
 
     Status codes: INVALID_ARGUMENT (the message starts with the name of the field that is wrong), RESOURCE_EXHAUSTED
     (the queue is full; trailing metadata `grpc-retry-pushback-ms` says when to try again), UNAVAILABLE (the server is
-    starting, stopping or stuck; another replica may answer), INTERNAL (a fault of the server), CANCELLED and
+    starting, stopping or stuck; another replica may answer), UNAUTHENTICATED (the server wants an API key as metadata,
+    `authorization: Bearer KEY`), INTERNAL (a fault of the server), CANCELLED and
     DEADLINE_EXCEEDED as usual. Trailing metadata `x-request-id` names the request in the server's log.
 
     Transport: a message above the server's limit (16 MiB unless set otherwise) is refused by gRPC itself, with
