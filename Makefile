@@ -1,7 +1,7 @@
 # Every target works alone from a fresh clone: what it needs is set up first, in .venv.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup proto fmt check test node demo serve bench clean
+.PHONY: help setup proto fmt check test node demo serve bench local soak prove-image clean
 .DELETE_ON_ERROR:
 
 VENV := .venv
@@ -14,7 +14,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY)  ## make .venv with everything that the other targets use
 
@@ -47,12 +47,12 @@ check: $(READY)  ## format, lint, types, import rules, fresh generated code
 	$(BIN)/python protos/generate.py --check
 
 test: $(READY) node  ## run all tests; installs redis-server where it may
-	@command -v redis-server >/dev/null && command -v openssl >/dev/null || { \
+	@command -v redis-server >/dev/null && command -v openssl >/dev/null && command -v prometheus >/dev/null || { \
 		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-			echo "Installing redis-server and openssl, which the tests start"; \
-			apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y redis-server openssl >/dev/null; \
+			echo "Installing redis-server, openssl and prometheus, which the tests start"; \
+			apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y redis-server openssl prometheus >/dev/null; \
 		else \
-			echo "The tests need redis-server and openssl: sudo apt-get install redis-server openssl" >&2; exit 1; \
+			echo "The tests need them: sudo apt-get install redis-server openssl prometheus" >&2; exit 1; \
 		fi; }
 	$(BIN)/python -m pytest
 
@@ -74,6 +74,15 @@ serve: $(READY)  ## run the server in the foreground (settings: environment or p
 
 bench: $(READY)  ## measure, and print JSON
 	@$(BIN)/prefixcache bench
+
+local: $(READY)  ## run two replicas, Redis and Prometheus on this machine until Ctrl-C
+	@$(BIN)/python -m deploy.local
+
+soak: $(READY)  ## ten minutes of mixed traffic over two replicas, with Redis and a replica going down; prints a table
+	@$(BIN)/python -m bench.soak
+
+prove-image: $(READY)  ## build and run the CPU image without Docker (root, buildah and debootstrap); takes minutes
+	@$(BIN)/python -m deploy.docker.prove
 
 clean:  ## remove caches and build products, but not .venv
 	rm -rf build dist bench/results .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

@@ -1,0 +1,1 @@
+"""Long runs against whole topologies; `prefixcache bench` measures one server."""

@@ -1,0 +1,1 @@
+"""The images, and the proof that their recipe works."""

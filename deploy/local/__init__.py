@@ -1,0 +1,1 @@
+"""The topology of docker-compose.yml as plain processes on loopback."""
