@@ -20,7 +20,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from prefixcache.config import Settings
+from prefixcache.config import load_settings
 from prefixcache.model.digest import weights_digest
 from prefixcache.model.loader import load_model, locate
 from prefixcache.model.tokenizer import ChatMessage, Tokenizer
@@ -74,7 +74,7 @@ def stored_threads(
     model: str | None, document_tokens: int, folder: Path, progress: Callable[[str], None]
 ) -> list[Thread]:
     """Returns everything that can be asked; computes the answers if `folder` doesn't hold them."""
-    cache_dir = Settings().cache_dir
+    cache_dir = load_settings().cache_dir
     loaded = load_model(model, torch.float32, torch.device("cpu"), cache_dir, progress)
     sources = [Path(__file__).read_text(), HANDBOOK.read_text(), str(document_tokens)]
     sources += [torch.__version__, torch.backends.cpu.get_cpu_capability(), transformers.__version__]

@@ -83,18 +83,10 @@ class Topology:
 
     def __init__(self, folder: Path, *flags: str, redis_memory: str = "2gb") -> None:
         self._folder = folder
-        port = free_port()
-        options = ("--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", "", "--appendonly", "no")
-        options += ("--maxmemory", redis_memory, "--maxmemory-policy", "allkeys-lru")
-        self.redis = BackgroundProcess(("redis-server", *options), port, folder / "redis.log", INSTALL)
-        self.replicas = [
-            Replica(name, folder, ("--redis", f"redis://127.0.0.1:{port}", *flags))
-            for name in ("replica-1", "replica-2")
-        ]
-        port = free_port()
-        options = (f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'prometheus'}")
-        options += (f"--web.listen-address=127.0.0.1:{port}",)
-        self.prometheus = BackgroundProcess(("prometheus", *options), port, folder / "prometheus.log", INSTALL)
+        self.redis = _redis(folder, redis_memory)
+        url = f"redis://127.0.0.1:{self.redis.port}"
+        self.replicas = [Replica(name, folder, ("--redis", url, *flags)) for name in ("replica-1", "replica-2")]
+        self.prometheus = _prometheus(folder)
         self._stack = ExitStack()
 
     @property
@@ -133,3 +125,17 @@ class Topology:
             for group in job["static_configs"]:
                 group["targets"] = [here[target] for target in group["targets"]]
         return config
+
+
+def _redis(folder: Path, memory: str) -> BackgroundProcess:
+    port = free_port()
+    place = ("--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder))
+    bound = ("--maxmemory", memory, "--maxmemory-policy", "allkeys-lru", "--save", "", "--appendonly", "no")
+    return BackgroundProcess(("redis-server", *place, *bound), port, folder / "redis.log", INSTALL)
+
+
+def _prometheus(folder: Path) -> BackgroundProcess:
+    port = free_port()
+    files = (f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'prometheus'}")
+    place = f"--web.listen-address=127.0.0.1:{port}"
+    return BackgroundProcess(("prometheus", *files, place), port, folder / "prometheus.log", INSTALL)
