@@ -70,11 +70,11 @@ class Buildah:
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
     @contextmanager
-    def container(self, image: str) -> Iterator[tuple[str, Path]]:
-        """Yield a container's name and its root file system, as it is before anything runs in it."""
+    def root_of(self, image: str) -> Iterator[Path]:
+        """Yield the root file system of a new container, as it is before anything runs in it."""
         name = self("from", "--pull-never", image)
         try:
-            yield name, Path(self("mount", name))
+            yield Path(self("mount", name))
         finally:
             self("rm", name)
 
@@ -222,7 +222,7 @@ def main() -> int:
     build(buildah, folder)
     config = json.loads(buildah("inspect", "--type", "image", IMAGE))["Docker"]["config"]
     try:
-        with buildah.container(IMAGE) as (_, root):
+        with buildah.root_of(IMAGE) as root:
             check_packages(root)
             check_contents(root)
             size = sum(path.lstat().st_size for path in root.rglob("*") if not path.is_dir())
