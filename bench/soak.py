@@ -103,6 +103,7 @@ class Soak:
         self.events: list[tuple[float, str]] = []
         self.ttft_ms: list[float] = []
         self.kinds: Counter[str] = Counter()
+        self.num_compared_tokens = 0
         self.exit_codes: list[int] = []
 
     @property
@@ -158,6 +159,7 @@ class Soak:
                 target = 1 - target
         life = _life(self._topology.replicas[target])
         self.totals.setdefault(life, Totals()).add(usage)
+        self.num_compared_tokens += len(question.answer)
         if problem := _problem(question, answer, usage):
             self.wrong.append(f"{self.elapsed_s:.1f} s, {life[0]}, {kind}: {problem}")
 
@@ -238,7 +240,11 @@ class Soak:
         growth = self.growth_bytes()
         num_replies = sum(totals.replies for totals in self.totals.values())
         return [
-            ("wrong answers", not self.wrong, f"{len(self.wrong)} of {num_replies}"),
+            (
+                "wrong answers",
+                not self.wrong,
+                f"{len(self.wrong)} of {num_replies:,}, {self.num_compared_tokens:,} tokens",
+            ),
             ("failed requests", not self.failed, f"{len(self.failed)}"),
             ("replica 2 drained", self.exit_codes == [0], f"exit code {self.exit_codes}"),
             ("usage = counters", not differences, "; ".join(differences) or f"{len(self.totals)} lives, to the token"),

@@ -17,7 +17,13 @@ CHART = Path(__file__).parents[2] / "deploy/helm/prefixcache"
 KUBERNETES = ("1.27", "1.31", "1.37")
 EVERYTHING: dict[str, Any] = {
     "image": {"tag": "1.2.3-cuda", "pullSecrets": ["registry"]},
-    "settings": {"model": "/models/qwen", "max_queue": 1_000_000, "cache_memory": 0.5, "host_memory": "8GiB"},
+    "settings": {
+        "model": "/models/qwen",
+        "max_queue": 1_000_000,
+        "cache_memory": 0.5,
+        "host_memory": "8GiB",
+        "api_keys": "/run/secrets/keys/api_keys",
+    },
     "redis": {"url": "rediss://cache:6379", "passwordSecret": {"name": "redis"}},
     "secretFiles": [{"name": "keys", "path": "/run/secrets/keys"}],
     "persistence": {"storageClassName": "fast"},
