@@ -287,7 +287,8 @@ def _problem(question: Question, answer: Sequence[int], usage: pb.Usage) -> str 
 
 
 def _left_over(life: Life, samples: Samples) -> Iterable[str]:
-    names = ('prefixcache_pages{state="in_use"}', "prefixcache_queue_depth", "prefixcache_running_sequences")
+    in_use = 'prefixcache_pages{state="in_use",tier="device"}'
+    names = (in_use, "prefixcache_queue_depth", "prefixcache_running_sequences")
     return [f"{life[0]}: {name} is {samples[name]:g}" for name in names if samples[name]]
 
 

@@ -1,7 +1,7 @@
 """Composition root: builds every object from Settings, starts them in order, and stops them in the reverse one.
 
-start   metrics ─▶ model ─▶ engine ─▶ gRPC ─▶ health SERVING, ready
-stop    health NOT_SERVING, refuse new ─▶ streams finish (up to grace_s) ─▶ gRPC ─▶ engine ─▶ metrics
+start   HTTP ─▶ model ─▶ engine ─▶ gRPC ─▶ health SERVING, ready
+stop    health NOT_SERVING, refuse new ─▶ streams finish (up to grace_s) ─▶ gRPC ─▶ engine ─▶ HTTP
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from prefixcache.errors import ConfigError, NotServing
 from prefixcache.kv.codec import FORMAT_VERSION
 from prefixcache.kv.layout import KVLayout, MemoryPlan
 from prefixcache.kv.page_pool import PagePool
-from prefixcache.metrics import Metrics, MetricsServer, serve_metrics
+from prefixcache.metrics import Metrics
 from prefixcache.model.attention.choose import choose_backend
 from prefixcache.model.decoder import Decoder
 from prefixcache.model.device import choose_device, choose_dtype, free_memory_bytes
@@ -39,7 +39,8 @@ from prefixcache.model.spec import DecoderSpec
 from prefixcache.model.tokenizer import Tokenizer
 from prefixcache.server.api_keys import ApiKeys, read_keys
 from prefixcache.server.grpc_server import build_grpc_server, listen
-from prefixcache.server.health import HealthMonitor
+from prefixcache.server.health import HealthMonitor, Readiness
+from prefixcache.server.http_endpoint import HttpEndpoint, serve_http
 from prefixcache.server.interceptors import CallInterceptor
 from prefixcache.server.servicer import InferenceServicer
 from prefixcache.server.stream import dispatch
@@ -203,10 +204,11 @@ def check_edge(settings: Settings) -> None:
         read_keys(settings.api_keys)
 
 
-def start_metrics(settings: Settings, metrics: Metrics) -> MetricsServer:
-    """Starts to serve `/metrics`; raises ConfigError if its port is taken."""
+def start_http(settings: Settings, metrics: Metrics, readiness: Readiness) -> HttpEndpoint:
+    """Starts to serve metrics and probes; raises ConfigError if the port is taken."""
+    metrics.watch_ready(lambda: readiness.problem is None)
     try:
-        return serve_metrics(metrics, settings.metrics_host, settings.metrics_port)
+        return serve_http(metrics, readiness, settings.metrics_host, settings.metrics_port)
     except OSError as error:
         address = f"{settings.metrics_host}:{settings.metrics_port}"
         raise ConfigError(f"cannot serve metrics on {address}: {error.strerror}") from error
@@ -219,7 +221,7 @@ class Server:
         port: Where gRPC listens, once `start` has returned.
     """
 
-    def __init__(self, served: ServedModel, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, served: ServedModel, settings: Settings, metrics: Metrics, readiness: Readiness) -> None:
         loop = asyncio.get_running_loop()
 
         def publish(items: list[News]) -> None:
@@ -228,11 +230,12 @@ class Server:
         metrics.set_build_info(
             version=__version__, model=served.name, device=served.device.type, dtype=served.dtype_name
         )
+        metrics.page_bytes.set(served.plan.layout.bytes_per_page)
         self.port = 0
         self._settings = settings
         self.engine, self._storage = build_engine(served, settings, metrics, publish)
         _log.info("tiers below the device: %s", self._storage.describe())
-        self._health = HealthMonitor(self.engine, settings.stall_timeout_s)
+        self._health = HealthMonitor(self.engine, settings.stall_timeout_s, readiness)
         self._calls = CallInterceptor(metrics, None if settings.api_keys is None else ApiKeys(settings.api_keys))
         self._servicer = InferenceServicer(
             self.engine, served.tokenizer, model_info(served, self.engine), settings.max_message_bytes
@@ -279,12 +282,14 @@ class Server:
             self.engine.fail_open_requests(NotServing("the server is shutting down"))
 
 
-async def serve(served: ServedModel, settings: Settings, metrics: Metrics, on_ready: Callable[[int], None]) -> int:
+async def serve(
+    served: ServedModel, settings: Settings, metrics: Metrics, readiness: Readiness, on_ready: Callable[[int], None]
+) -> int:
     """Serves in the foreground until a signal comes or the engine fails, and returns the exit code.
 
     The first SIGTERM or SIGINT drains, a second one ends the process at once. `on_ready` hears the port.
     """
-    server = Server(served, settings, metrics)
+    server = Server(served, settings, metrics, readiness)
     stopping = _stop_on_signals()
     await server.start()
     gc.freeze()  # what exists now stays; without this a full collection walks all of torch, 0.3 s in mid-stream

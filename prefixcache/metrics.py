@@ -1,4 +1,4 @@
-"""Every metric of the server, and the HTTP endpoint that serves them.
+"""Every metric of the server. `server/http_endpoint.py` serves them; `docs/operations.md` has a table of them.
 
 There is one `Metrics` object per server, made by `app.py` and handed to whoever counts; nothing is registered
 globally. Labels come from closed enumerations only, so no client can add a series. Children of labelled metrics
@@ -7,9 +7,8 @@ are looked up once, here, because `labels()` costs more than the increment itsel
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable, Iterable
 from enum import StrEnum
-from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import (
     CollectorRegistry,
@@ -19,10 +18,13 @@ from prometheus_client import (
     Info,
     PlatformCollector,
     ProcessCollector,
-    start_http_server,
+    disable_created_metrics,
 )
 
 from prefixcache.request import Tier
+
+# The time at which each series began would be a series of its own, half as many again, that nothing here looks at.
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class Outcome(StrEnum):
@@ -46,8 +48,15 @@ class HitKind(StrEnum):
     FULL = "full"
 
 
+class Direction(StrEnum):
+    """Which way pages move: `load` is towards the device."""
+
+    LOAD = "load"
+    SAVE = "save"
+
+
 class PageState(StrEnum):
-    """Where a page of the device pool stands: nobody's, in the tree and evictable, or needed by a running sequence."""
+    """Where a page of a pool stands: nobody's, known and evictable, or needed by a running sequence."""
 
     FREE = "free"
     CACHED = "cached"
@@ -58,15 +67,20 @@ TTFT_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0
 ITL_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 LOOKUP_BUCKETS_S = (1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 1e-2)
 STEP_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-
-
+QUEUE_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+BATCH_TOKENS_BUCKETS = tuple(2**power for power in range(15))
+BATCH_SEQUENCES_BUCKETS = tuple(2**power for power in range(9))
 TRANSFER_BUCKETS_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 
 
 class TierMetrics:
     """What is counted of the tiers below the device. Any thread.
 
-    Labels are closed sets: tiers, operations, and the reasons and error kinds that cache and stores define.
+    Labels are closed sets: tiers, operations, and the reasons and error kinds that cache and stores define. A tier's
+    series exist from `open_store` on, so that the first error of a kind is an increase and not a new series.
+
+    Attributes:
+        suspended: Stores, or their writes, that a circuit breaker keeps away from: (tier, side).
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -93,7 +107,37 @@ class TierMetrics:
             ["tier", "side"],
             registry=registry,
         )
-        self._host_pages = Gauge("prefixcache_host_pages", "Pages held in host memory.", registry=registry)
+        self._in_flight = Gauge(
+            "prefixcache_tier_pages_in_flight",
+            "Pages on their way to the device, or waiting to be written.",
+            ["tier", "direction"],
+            registry=registry,
+        )
+        self.suspended: set[tuple[Tier, str]] = set()
+
+    def open_store(
+        self,
+        tier: Tier,
+        *,
+        operations: Iterable[str],
+        errors: Iterable[str],
+        miss_reasons: Iterable[str],
+        not_saved_reasons: Iterable[str],
+    ) -> None:
+        """Makes the series of one store, at 0, with every label value that they can have."""
+        for metric in (self._loaded, self._saved, self._expected, self._actual):
+            metric.labels(tier.value)
+        for metric, values in ((self._missed, miss_reasons), (self._not_saved, not_saved_reasons)):
+            for value in values:
+                metric.labels(tier.value, value)
+        for operation in operations:
+            self._calls.labels(tier.value, operation)
+        for kind in errors:
+            self._errors.labels(tier.value, kind)
+        for side in ("store", "writes"):
+            self.store_state(tier, side, is_up=True)
+        for direction in Direction:
+            self._in_flight.labels(tier.value, direction.value)
 
     def missed(self, tier: Tier, reason: str, num_pages: int) -> None:
         self._missed.labels(tier.value, reason).inc(num_pages)
@@ -118,9 +162,11 @@ class TierMetrics:
 
     def store_state(self, tier: Tier, side: str, *, is_up: bool) -> None:
         self._up.labels(tier.value, side).set(is_up)
+        (self.suspended.discard if is_up else self.suspended.add)((tier, side))
 
-    def set_host_pages(self, num_pages: int) -> None:
-        self._host_pages.set(num_pages)
+    def moving(self, tier: Tier, direction: Direction, num_pages: int) -> None:
+        """Adds pages to those on their way; a negative number takes them off."""
+        self._in_flight.labels(tier.value, direction.value).inc(num_pages)
 
 
 class Metrics:
@@ -169,13 +215,33 @@ class Metrics:
             "prefilled_tokens", "Prompt tokens run through the model, those of preempted sequences each time again."
         )
 
+        self.prefill_seconds = self._counter(
+            "prefill_seconds", "Time of engine steps, as far as it went into prompt tokens: their share of the batch."
+        )
+
+        self.queue_seconds = Histogram(
+            "prefixcache_queue_seconds",
+            "Time from submission until the first sample began to be computed or loaded.",
+            buckets=QUEUE_BUCKETS_S,
+            registry=self.registry,
+        )
         self.queue_depth = self._gauge("queue_depth", "Samples that wait to be computed, preempted ones among them.")
         self.running_sequences = self._gauge("running_sequences", "Sequences that hold pages and are computed.")
         self.preemptions = self._counter("preemptions", "Running sequences put back into the queue for lack of pages.")
 
-        pages = Gauge("prefixcache_pages", "Pages of the device pool by state.", ["state"], registry=self.registry)
-        self.pages = {state: pages.labels(state.value) for state in PageState}
-        self.evicted_pages = self._counter("evicted_pages", "Cached pages given up to make room.")
+        pages = Gauge("prefixcache_pages", "Pages by tier and state.", ["tier", "state"], registry=self.registry)
+        self.pages = {state: pages.labels(Tier.DEVICE.value, state.value) for state in PageState}
+        self.host_pages = {
+            state: pages.labels(Tier.HOST.value, state.value) for state in (PageState.FREE, PageState.CACHED)
+        }
+        self.page_bytes = self._gauge("page_bytes", "Bytes of K/V in one page.")
+        evicted = Counter(
+            "prefixcache_evicted_pages_total",
+            "Cached pages given up to make room, by the tier that they left.",
+            ["tier"],
+            registry=self.registry,
+        )
+        self.evicted_pages = {tier: evicted.labels(tier.value) for tier in (Tier.DEVICE, Tier.HOST)}
 
         self.lookup_seconds = Histogram(
             "prefixcache_lookup_seconds",
@@ -189,43 +255,31 @@ class Metrics:
             buckets=STEP_BUCKETS_S,
             registry=self.registry,
         )
+        self.batch_tokens = Histogram(
+            "prefixcache_batch_tokens",
+            "Tokens computed in one engine step.",
+            buckets=BATCH_TOKENS_BUCKETS,
+            registry=self.registry,
+        )
+        self.batch_sequences = Histogram(
+            "prefixcache_batch_sequences",
+            "Sequences computed in one engine step.",
+            buckets=BATCH_SEQUENCES_BUCKETS,
+            registry=self.registry,
+        )
+        self._ready = self._gauge("ready", "1 while /readyz says so: the model is loaded, the engine comes round.")
         self._build = Info("prefixcache_build", "What is running.", registry=self.registry)
 
     def set_build_info(self, *, version: str, model: str, device: str, dtype: str) -> None:
         """Publishes what is running as the labels of `prefixcache_build_info`."""
         self._build.info({"version": version, "model": model, "device": device, "dtype": dtype})
 
+    def watch_ready(self, is_ready: Callable[[], bool]) -> None:
+        """Has each scrape ask whether the server is ready."""
+        self._ready.set_function(is_ready)
+
     def _counter(self, name: str, help_text: str) -> Counter:
         return Counter(f"prefixcache_{name}_total", help_text, registry=self.registry)
 
     def _gauge(self, name: str, help_text: str) -> Gauge:
         return Gauge(f"prefixcache_{name}", help_text, registry=self.registry)
-
-
-class MetricsServer:
-    """A running `/metrics` endpoint; made by `serve_metrics`."""
-
-    def __init__(self, httpd: WSGIServer, thread: threading.Thread) -> None:
-        self._httpd = httpd
-        self._thread = thread
-
-    @property
-    def port(self) -> int:
-        """The port it listens on, also when it was asked for port 0."""
-        return self._httpd.server_port
-
-    def stop(self) -> None:
-        """Closes the socket and ends the thread."""
-        self._httpd.shutdown()
-        self._httpd.server_close()
-        self._thread.join()
-
-
-def serve_metrics(metrics: Metrics, host: str, port: int) -> MetricsServer:
-    """Serves `/metrics` from a thread of its own, so that it answers while the event loop or the engine is busy.
-
-    Raises:
-        OSError: The port is taken or the host is not ours.
-    """
-    httpd, thread = start_http_server(port, addr=host, registry=metrics.registry)
-    return MetricsServer(httpd, thread)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
+from typing import get_args
 
 import torch
 
 from prefixcache.cache.host_tier import HostTier
-from prefixcache.cache.mover import Post, StoreTier, TierMover
+from prefixcache.cache.mover import MISS_REASONS, NOT_SAVED_REASONS, Post, StoreTier, TierMover
 from prefixcache.cache.planner import TransferEstimate
 from prefixcache.config import Settings
 from prefixcache.errors import ConfigError
@@ -19,10 +20,10 @@ from prefixcache.kv.page_pool import PagePool
 from prefixcache.kv.transfer import transfer_for
 from prefixcache.metrics import TierMetrics
 from prefixcache.request import Tier
-from prefixcache.store.base import PageStore
+from prefixcache.store.base import ERROR_KINDS, PageStore
 from prefixcache.store.breaker import BreakerState
 from prefixcache.store.disk import DiskStore
-from prefixcache.store.guard import CallEnded, Event, GuardedStore, GuardLimits, StateChanged
+from prefixcache.store.guard import CallEnded, Event, GuardedStore, GuardLimits, Operation, StateChanged
 from prefixcache.store.redis import RedisStore
 from prefixcache.store.redis_url import parse_redis_url
 from prefixcache.store.worker import StoreWorker
@@ -49,7 +50,7 @@ class Storage:
         self, settings: Settings, fingerprint: bytes, pool: PagePool, layout: KVLayout, metrics: TierMetrics, post: Post
     ) -> None:
         self.fingerprint = fingerprint
-        self.host = _build_host(settings, pool, layout)
+        self.host = _build_host(settings, pool, layout, metrics)
         self.mover: TierMover | None = None
         self._worker = StoreWorker()
         codec = PageCodec(fingerprint, layout.page_size, layout.bytes_per_page)
@@ -82,13 +83,13 @@ def is_configured(settings: Settings) -> bool:
     return any((settings.host_memory, settings.disk, settings.redis))
 
 
-def _build_host(settings: Settings, pool: PagePool, layout: KVLayout) -> HostTier | None:
+def _build_host(settings: Settings, pool: PagePool, layout: KVLayout, metrics: TierMetrics) -> HostTier | None:
     if settings.host_memory is None:
         return None
     num_pages = settings.host_memory // layout.bytes_per_page
     if num_pages < 1:
         raise ConfigError(f"host-memory is less than one page of {layout.bytes_per_page} bytes")
-    return HostTier(PagePool(layout, num_pages, torch.device("cpu"), pinned=pool.kv.is_cuda), pool)
+    return HostTier(PagePool(layout, num_pages, torch.device("cpu"), pinned=pool.kv.is_cuda), pool, metrics)
 
 
 def _build_stores(settings: Settings, value_bytes: int, metrics: TierMetrics) -> list[StoreTier]:
@@ -98,8 +99,13 @@ def _build_stores(settings: Settings, value_bytes: int, metrics: TierMetrics) ->
         observe: Callable[[Event], None] = partial(_observe, metrics, tier)
         guarded = GuardedStore(tier.value, store, value_bytes, GuardLimits(), observe)
         tiers.append(StoreTier(tier, guarded, TransferEstimate(*estimate)))
-        for side in ("store", "writes"):
-            metrics.store_state(tier, side, is_up=True)
+        metrics.open_store(
+            tier,
+            operations=get_args(Operation),
+            errors=ERROR_KINDS,
+            miss_reasons=MISS_REASONS,
+            not_saved_reasons=NOT_SAVED_REASONS,
+        )
 
     if settings.disk_folder is not None:
         add(Tier.DISK, DiskStore(settings.disk_folder, settings.disk_size), DISK_ESTIMATE)

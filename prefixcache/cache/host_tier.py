@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from prefixcache.kv.page_pool import PagePool
+from prefixcache.metrics import TierMetrics
+from prefixcache.request import Tier
 from prefixcache.tree.node import PageDigest
 
 
@@ -17,11 +19,17 @@ class HostTier:
     Args:
         pool: The host memory, pinned where the device is a GPU.
         device_pool: The pool that pages come from and go back to; same layout.
+        metrics: Told what moves.
+
+    Attributes:
+        num_evicted_pages: Pages given up so far to make room for others.
     """
 
-    def __init__(self, pool: PagePool, device_pool: PagePool) -> None:
+    def __init__(self, pool: PagePool, device_pool: PagePool, metrics: TierMetrics) -> None:
+        self.num_evicted_pages = 0
         self._pool = pool
         self._device_pool = device_pool
+        self._metrics = metrics
         self._page_at: OrderedDict[bytes, int] = OrderedDict()  # proof -> page, least recently used first
 
     @property
@@ -42,6 +50,7 @@ class HostTier:
                 held = self._allocate()
                 self._device_pool.copy_page_to(page, self._pool, held)
                 self._page_at[digest.proof] = held
+                self._metrics.saved(Tier.HOST, self._pool.page_bytes)
             self._page_at.move_to_end(digest.proof)
 
     def restore(self, digests: list[PageDigest], pages: list[int]) -> int:
@@ -55,10 +64,12 @@ class HostTier:
             found += 1
         for digest in reversed(digests[:found]):
             self._page_at.move_to_end(digest.proof)
+        self._metrics.loaded(Tier.HOST, found * self._pool.page_bytes)
         return found
 
     def _allocate(self) -> int:
         pages = self._pool.try_allocate(1)
         if pages is None:
+            self.num_evicted_pages += 1
             return self._page_at.popitem(last=False)[1]
         return pages[0]

@@ -31,9 +31,9 @@ from prefixcache.cache.planner import PrefillEstimate, TransferEstimate, meeting
 from prefixcache.cache.tiers import Load, Search, TierRun
 from prefixcache.kv.codec import Mismatch, PageCodec, PageIdentity
 from prefixcache.kv.transfer import PageBuffer, PageTransfer
-from prefixcache.metrics import TierMetrics
+from prefixcache.metrics import Direction, TierMetrics
 from prefixcache.request import Namespace, Tier
-from prefixcache.store.base import PageStore, StoreError, Value
+from prefixcache.store.base import ERROR_KINDS, PageStore, StoreError, Value
 from prefixcache.store.worker import StoreWorker
 from prefixcache.tree.hashing import DigestChain, little_endian
 from prefixcache.tree.lease import Lease
@@ -51,6 +51,9 @@ MAX_PENDING_PAGES = 4096
 MAX_REMEMBERED_KEYS = 100_000
 # What a skipped look-up takes off a tier's latency estimate, so that a tier that recovers is tried again.
 FORGETTING = 0.97
+# Why pages that were asked of a tier are not used, and why pages are not written: closed sets, for metrics.
+MISS_REASONS = ("absent", "slower", "abandoned", *Mismatch, *ERROR_KINDS)
+NOT_SAVED_REASONS = ("queue_full", "device_full", *ERROR_KINDS)
 
 
 @dataclass(slots=True)
@@ -232,6 +235,7 @@ class TierMover:
                 self._metrics.missed(run.tier, "slower", run.end - run.start)
             return None
         load = Load(runs, time.monotonic(), expected_s, low=end, floor=start)
+        self._note_moving(load, 1)
         identities = self._identities(search.chain, key, start, end)
         self._start(self._load(load, identities, lease.page_table[start:end], self._transfer.fence()))
         return load
@@ -357,9 +361,14 @@ class TierMover:
 
     def _finish_load(self, load: Load) -> None:
         load.is_done = True
+        self._note_moving(load, -1)
         if load.low == load.start:
             self._metrics.load_finished(load.runs[-1].tier, load.expected_s, time.monotonic() - load.started_s)
             log.debug("loaded %d pages, expected %.3f s", load.end - load.start, load.expected_s)
+
+    def _note_moving(self, load: Load, sign: int) -> None:
+        for run in load.runs:
+            self._metrics.moving(run.tier, Direction.LOAD, sign * (run.end - run.start))
 
     # --- save --------------------------------------------------------------------------------------------------
 
@@ -385,9 +394,15 @@ class TierMover:
         self.num_pinned_pages += len(job)
         for tier in self._tiers:
             tier.remember(item.identity.key for item in job if tier in item.tiers)
+        self._note_waiting(save, 1)
         saving = self._start(self._save(save, self._transfer.fence()))
         self._saves.add(saving)
+        saving.add_done_callback(lambda _: self._note_waiting(save, -1))
         saving.add_done_callback(self._saves.discard)
+
+    def _note_waiting(self, save: Save, sign: int) -> None:
+        for tier in self._tiers:
+            self._metrics.moving(tier.tier, Direction.SAVE, sign * sum(tier in item.tiers for item in save.pages))
 
     def give_up_save(self) -> bool:
         """Unpin the pages of the latest save that was not copied yet; False where there is none."""

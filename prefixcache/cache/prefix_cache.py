@@ -262,9 +262,9 @@ class PrefixCache:
         )
 
     @property
-    def num_host_pages(self) -> int:
-        """Pages held in host memory."""
-        return 0 if self._host is None else self._host.num_pages
+    def host(self) -> HostTier | None:
+        """What host memory holds, for inspection only."""
+        return self._host
 
     def is_balanced(self) -> bool:
         """Whether every page is accounted for (I3). Cheap."""

@@ -21,6 +21,7 @@ from prefixcache.commands.display import Progress
 from prefixcache.config import add_settings_arguments, load_settings
 from prefixcache.log import setup_logging
 from prefixcache.metrics import Metrics
+from prefixcache.server.health import Readiness
 from prefixcache.server.port import reserved_port
 
 
@@ -35,19 +36,16 @@ def run(args: argparse.Namespace) -> int:
     # Until there is something to drain. Said explicitly, because process 1 of a container would ignore the signal.
     signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     app.check_edge(settings)
-    metrics = Metrics()
-    metrics_server = app.start_metrics(settings, metrics)
-    with reserved_port(settings.host, settings.port), Progress() as progress:
-        served = app.load(settings, progress.say)
+    metrics, readiness = Metrics(), Readiness()
+    with app.start_http(settings, metrics, readiness) as http:
+        with reserved_port(settings.host, settings.port), Progress() as progress:
+            served = app.load(settings, progress.say)
 
-    def announce(port: int) -> None:
-        print(
-            f"prefixcache is ready on {settings.host}:{port}: {served.describe()}, "
-            f"metrics on http://{settings.metrics_host}:{metrics_server.port}/metrics",
-            flush=True,
-        )
+        def announce(port: int) -> None:
+            print(
+                f"prefixcache is ready on {settings.host}:{port}: {served.describe()}, "
+                f"metrics on http://{settings.metrics_host}:{http.port}/metrics",
+                flush=True,
+            )
 
-    try:
-        return asyncio.run(app.serve(served, settings, metrics, announce))
-    finally:
-        metrics_server.stop()
+        return asyncio.run(app.serve(served, settings, metrics, readiness, announce))

@@ -28,7 +28,7 @@ from prefixcache.engine.sequence import Sequence
 from prefixcache.errors import EngineFailed, InvalidRequest, NotServing, Overloaded, PrefixCacheError
 from prefixcache.metrics import HitKind, Metrics, PageState
 from prefixcache.model.tokenizer import Tokenizer
-from prefixcache.request import Delta, GenerateRequest, Namespace, TokenLogprobs
+from prefixcache.request import Delta, GenerateRequest, Namespace, Tier, TokenLogprobs
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +101,7 @@ class Engine:
         self._has_ended = False  # nothing in the inbox will be looked at any more
         self._failure: EngineFailed | None = None
         self._num_evicted_pages = 0
+        self._num_evicted_host_pages = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # --- any thread --------------------------------------------------------------------------------------------
@@ -219,10 +220,11 @@ class Engine:
             self._publish_tokens(ready, torch.stack([_lease_state(work.sequence) for work in ready]))
         to_run = [work for work in plan.work if work.num_tokens]
         if to_run:
+            num_prompt_tokens = sum(work.num_prompt_tokens for work in to_run)
             self._run_work(to_run)
-            self._cache.note_step(
-                [(w.num_tokens, w.sequence.num_computed_tokens) for w in to_run], time.monotonic() - started_s
-            )
+            duration_s = time.monotonic() - started_s
+            self._cache.note_step([(w.num_tokens, w.sequence.num_computed_tokens) for w in to_run], duration_s)
+            self._note_batch(to_run, num_prompt_tokens, duration_s)
         self._note_step(plan, time.monotonic() - started_s)
 
     def _run_work(self, work: list[Work]) -> None:
@@ -235,8 +237,7 @@ class Engine:
         for item in work:
             sequence = item.sequence
             if sequence.num_computed_tokens < sequence.num_prompt_tokens:
-                num_left = sequence.num_prompt_tokens - sequence.num_computed_tokens
-                self._metrics.prefilled_tokens.inc(min(item.num_tokens, num_left))
+                self._metrics.prefilled_tokens.inc(item.num_prompt_tokens)
                 pieces = self._prompt_logprobs(item, hidden[row : row + item.num_tokens])
                 if pieces:
                     prompt_logprobs[sequence] = pieces
@@ -404,6 +405,7 @@ class Engine:
             if handle.admitted_s is None:
                 handle.admitted_s = now_s
                 self._num_left_queue += 1
+                self._metrics.queue_seconds.observe(now_s - handle.arrived_s)
 
     def _note_token(self, handle: OpenRequest, sample: Sample, now_s: float) -> None:
         if handle.first_token_s is None:
@@ -417,10 +419,16 @@ class Engine:
             self._metrics.itl_seconds.observe(now_s - sample.last_token_s)
         sample.last_token_s = now_s
 
+    def _note_batch(self, work: list[Work], num_prompt_tokens: int, duration_s: float) -> None:
+        num_tokens = sum(item.num_tokens for item in work)
+        self._metrics.batch_tokens.observe(num_tokens)
+        self._metrics.batch_sequences.observe(len(work))
+        self._metrics.prefill_seconds.inc(duration_s * num_prompt_tokens / num_tokens)
+
     def _note_step(self, plan: StepPlan, duration_s: float) -> None:
         self._metrics.step_seconds.observe(duration_s)
         self._metrics.preemptions.inc(plan.num_preempted)
-        self._metrics.evicted_pages.inc(self._cache.num_evicted_pages - self._num_evicted_pages)
+        self._metrics.evicted_pages[Tier.DEVICE].inc(self._cache.num_evicted_pages - self._num_evicted_pages)
         self._num_evicted_pages = self._cache.num_evicted_pages
 
     def _note_state(self) -> None:
@@ -431,7 +439,11 @@ class Engine:
         metrics.pages[PageState.FREE].set(counts.free)
         metrics.pages[PageState.CACHED].set(counts.cached)
         metrics.pages[PageState.IN_USE].set(counts.in_use)
-        metrics.tiers.set_host_pages(self._cache.num_host_pages)
+        if (host := self._cache.host) is not None:
+            metrics.host_pages[PageState.CACHED].set(host.num_pages)
+            metrics.host_pages[PageState.FREE].set(host.capacity_pages - host.num_pages)
+            metrics.evicted_pages[Tier.HOST].inc(host.num_evicted_pages - self._num_evicted_host_pages)
+            self._num_evicted_host_pages = host.num_evicted_pages
         if not self._scheduler.has_work and not self._cache.is_balanced():
             log.error("pages do not add up: %s of %s", counts, self.limits.num_pages)
 

@@ -32,6 +32,11 @@ class Work:
     sequence: Sequence
     num_tokens: int
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """How many of the tokens are the prompt's, as long as they are not computed yet."""
+        return min(self.num_tokens, max(0, self.sequence.num_prompt_tokens - self.sequence.num_computed_tokens))
+
 
 @dataclass(slots=True)
 class StepPlan:

@@ -91,6 +91,7 @@ class PagePool:
     def __init__(self, layout: KVLayout, num_pages: int, device: torch.device, *, pinned: bool = False) -> None:
         self.num_pages = num_pages
         self.page_size = layout.page_size
+        self.page_bytes = layout.bytes_per_page
         # zeros, not empty: whatever a kernel reads past a sequence's end and masks out must not be a NaN
         self.kv = torch.zeros(
             (layout.num_layers, 2, num_pages * layout.page_size, layout.num_kv_heads, layout.head_dim),

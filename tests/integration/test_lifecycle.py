@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,14 +20,18 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from prefixcache.app import serve, start_metrics
+from prefixcache import app
+from prefixcache.app import serve, start_http
+from prefixcache.cli import main
 from prefixcache.client import AsyncClient, Client, RequestFailed
 from prefixcache.config import Settings
 from prefixcache.engine.runner import Runner
-from prefixcache.errors import ConfigError
+from prefixcache.errors import ConfigError, ModelError
 from prefixcache.local_server import LocalServer
 from prefixcache.metrics import Metrics
+from prefixcache.server.health import Readiness
 from tests.support.models import VOCAB_SIZE
+from tests.support.redis_server import free_port
 from tests.support.wire import WireServer, eventually, served_model, wire_server
 
 PROMPT = [(7 * index + 3) % VOCAB_SIZE for index in range(40)]
@@ -62,6 +68,7 @@ async def test_a_drain_turns_away_what_is_new_and_finishes_what_runs():
         started = [await anext(stream) for stream in streams]
         server.stopping.set()
         await wait_for_health(server, NOT_SERVING, 0.2)
+        assert server.readiness.problem == "the server is shutting down"
         assert await code_of(client.complete(max_tokens=1, **LONG)) is grpc.StatusCode.UNAVAILABLE
         for first, stream in zip(started, streams, strict=True):
             messages = [first, *[message async for message in stream]]
@@ -87,19 +94,22 @@ async def test_streams_longer_than_the_grace_period_end_as_unavailable():
 async def test_a_stuck_engine_is_seen_and_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch):
     async with wire_server(stall_timeout_s=0.5) as server, AsyncClient(server.target) as client:
         assert await health_of(server) == SERVING
+        assert server.readiness.problem is None
         runner = server.server.engine._runner
         forward, go_on = runner.forward, threading.Event()
         monkeypatch.setattr(runner, "forward", lambda work: go_on.wait(30) and forward(work))
 
         open_call = asyncio.create_task(client.complete(max_tokens=5, **LONG))
         await wait_for_health(server, NOT_SERVING, 2.0)
+        await eventually(lambda: (server.readiness.problem or "").startswith("the engine has been stuck for"))
         assert await code_of(open_call) is grpc.StatusCode.UNAVAILABLE
         assert await code_of(client.complete(max_tokens=5, timeout_s=2.0, **LONG)) is grpc.StatusCode.UNAVAILABLE
 
         go_on.set()
         await wait_for_health(server, SERVING, 2.0)
+        await eventually(lambda: server.readiness.problem is None)
         assert (await client.complete(max_tokens=5, **LONG)).usage.completion_tokens == 5
-        await eventually(lambda: server.value("pages", state="in_use") == 0)
+        await eventually(lambda: server.value("pages", tier="device", state="in_use") == 0)
 
 
 async def test_an_idle_engine_is_not_stuck():
@@ -137,6 +147,7 @@ async def test_a_failed_engine_ends_every_stream_and_the_server(
             grpc.StatusCode.UNAVAILABLE,
         )
     assert server.server.engine.failure is not None
+    assert server.readiness.problem == "the engine failed: RuntimeError"
     assert server.value("requests_total", outcome="failed") >= 3
     assert "secret detail" in caplog.text
 
@@ -155,7 +166,7 @@ async def test_the_exit_code_after_a_failure_is_1(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Runner, "forward", fail)
     settings = Settings(port=0, cache_tokens=512)
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    serving = asyncio.create_task(serve(served_model(settings), settings, Metrics(), port.set_result))
+    serving = asyncio.create_task(serve(served_model(settings), settings, Metrics(), Readiness(), port.set_result))
     async with AsyncClient(f"127.0.0.1:{await port}") as client:
         assert await code_of(client.complete(max_tokens=1, **LONG)) is grpc.StatusCode.INTERNAL
     assert await serving == 1
@@ -195,6 +206,32 @@ def test_a_second_signal_ends_it_at_once(process: LocalServer):
             list(stream)
 
 
+def test_probes_are_answered_while_the_model_is_loading(monkeypatch: pytest.MonkeyPatch):
+    port, answers = free_port(), dict[str, tuple[int, str]]()
+
+    def load(settings: Settings, progress: object) -> None:
+        answers.update({path: probe(port, path) for path in ("/healthz", "/readyz", "/metrics")})
+        raise ModelError("this is as far as the test goes")
+
+    monkeypatch.setattr(app, "load", load)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        assert main(["serve", "--port", "0", "--metrics-port", str(port)]) != 0
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert answers["/healthz"] == (200, "alive\n")
+    assert answers["/readyz"] == (503, "not ready: the model is being loaded\n")
+    assert "\nprefixcache_ready 0.0\n" in answers["/metrics"][1]
+
+
+def probe(port: int, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
 def test_a_taken_port_is_a_clear_error_before_anything_is_loaded(model_folder: Path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -213,4 +250,4 @@ def test_a_taken_metrics_port_is_a_clear_error():
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot serve metrics on 127.0.0.1:{port}: Address already in use"):
-            start_metrics(Settings(metrics_port=port), Metrics())
+            start_http(Settings(metrics_port=port), Metrics(), Readiness())

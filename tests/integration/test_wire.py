@@ -235,7 +235,7 @@ async def test_cancelling_a_stream_stops_the_work(server: WireServer, client: As
     await asyncio.sleep(0.1)
     assert server.value("generated_tokens_total") == num_generated < 1000
     await eventually(lambda: server.value("running_sequences") == 0)
-    await eventually(lambda: server.value("pages", state="in_use") == 0)
+    await eventually(lambda: server.value("pages", tier="device", state="in_use") == 0)
     assert server.value("requests_total", outcome="cancelled") == 1
 
 
@@ -304,8 +304,11 @@ async def test_counters_agree_with_what_the_replies_said(server: WireServer, cli
     assert [server.value("ttft_seconds_count", hit=hit) for hit in ("cold", "partial", "full")] == [1, 1, 2]
     assert server.value("lookup_seconds_count") >= 4
     assert server.value("build_info", version=__version__, model="tiny", device="cpu", dtype="float32") == 1
-    await eventually(lambda: server.value("pages", state="in_use") == 0)
-    assert server.value("pages", state="free") + server.value("pages", state="cached") == 4096 // 16
+    await eventually(lambda: server.value("pages", tier="device", state="in_use") == 0)
+    assert (
+        server.value("pages", tier="device", state="free") + server.value("pages", tier="device", state="cached")
+        == 4096 // 16
+    )
 
 
 # --- names and logs ------------------------------------------------------------------------------------------------

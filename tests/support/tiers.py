@@ -121,7 +121,7 @@ class TieredService(InProcess):
 
     @property
     def num_host_pages_reported(self) -> int:
-        return self._count("host_pages")
+        return self._count("pages", tier="host", state="cached")
 
     def _count(self, name: str, **labels: str) -> int:
         return int(self.metrics.registry.get_sample_value(f"prefixcache_{name}", labels) or 0)

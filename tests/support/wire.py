@@ -16,6 +16,7 @@ from prefixcache.config import Settings
 from prefixcache.metrics import Metrics
 from prefixcache.model.families import spec_from_config
 from prefixcache.model.loader import LoadedModel
+from prefixcache.server.health import Readiness
 from tests.support.models import tiny_model
 from tests.support.tokenizers import byte_level
 
@@ -23,9 +24,10 @@ from tests.support.tokenizers import byte_level
 class WireServer:
     """A running server and what tests look at beside it."""
 
-    def __init__(self, server: Server, metrics: Metrics, stopping: asyncio.Event) -> None:
+    def __init__(self, server: Server, metrics: Metrics, readiness: Readiness, stopping: asyncio.Event) -> None:
         self.server = server
         self.metrics = metrics
+        self.readiness = readiness
         self.stopping = stopping
 
     @property
@@ -43,13 +45,13 @@ class WireServer:
 async def wire_server(max_model_len: int | None = None, **settings: Any) -> AsyncIterator[WireServer]:
     """Runs a server on this event loop; `settings` are those of Settings."""
     chosen = Settings(**{"host": "127.0.0.1", "port": 0, "cache_tokens": 4096, "grace_s": 5.0} | settings)
-    metrics = Metrics()
-    server = Server(served_model(chosen, max_model_len), chosen, metrics)
+    metrics, readiness = Metrics(), Readiness()
+    server = Server(served_model(chosen, max_model_len), chosen, metrics, readiness)
     stopping = asyncio.Event()
     await server.start()
     running = asyncio.create_task(server.run_until(stopping))
     try:
-        yield WireServer(server, metrics, stopping)
+        yield WireServer(server, metrics, readiness, stopping)
     finally:
         stopping.set()
         await running

@@ -7,6 +7,7 @@ import torch
 from prefixcache.cache.host_tier import HostTier
 from prefixcache.kv.layout import KVLayout
 from prefixcache.kv.page_pool import PagePool
+from prefixcache.metrics import Metrics
 from prefixcache.tree.node import PageDigest
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=4, dtype=torch.bfloat16, page_size=4)
@@ -20,7 +21,8 @@ class Rig:
         self.device = PagePool(LAYOUT, num_device_pages, CPU)
         for page in range(num_device_pages):
             self.page(page).fill_(page + 1)
-        self.tier = HostTier(PagePool(LAYOUT, num_host_pages, CPU), self.device)
+        self.metrics = Metrics()
+        self.tier = HostTier(PagePool(LAYOUT, num_host_pages, CPU), self.device, self.metrics.tiers)
 
     def page(self, page: int) -> torch.Tensor:
         size = LAYOUT.page_size
@@ -94,3 +96,17 @@ def test_it_is_told_apart_by_proof() -> None:
     rig.tier.put([0], names(0))
     (name,) = names(0)
     assert rig.tier.restore([name._replace(proof=b"\xff" * 32)], [20]) == 0
+
+
+def test_what_moves_and_what_makes_room_is_counted() -> None:
+    rig = Rig(3)
+    rig.tier.put([0, 1, 2, 3], names(0, 1, 2, 3))
+    rig.tier.put([0], names(0))  # held already
+    rig.tier.restore(names(0, 1), [20, 21])
+
+    def moved(what: str) -> float | None:
+        return rig.metrics.registry.get_sample_value(f"prefixcache_tier_{what}_bytes_total", {"tier": "host"})
+
+    assert moved("saved") == 4 * LAYOUT.bytes_per_page
+    assert moved("loaded") == 2 * LAYOUT.bytes_per_page
+    assert rig.tier.num_evicted_pages == 1

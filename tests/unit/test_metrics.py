@@ -1,19 +1,11 @@
-"""Metrics: their names, their closed label sets, and the endpoint."""
+"""Metrics: their names, and label sets that are closed and complete from the start."""
 
 from __future__ import annotations
 
-import urllib.request
+from prometheus_client import generate_latest
 
-import pytest
-from prometheus_client.parser import text_string_to_metric_families
-
-from prefixcache.metrics import HitKind, Metrics, Outcome, PageState, serve_metrics
+from prefixcache.metrics import Direction, HitKind, Metrics, Outcome, PageState
 from prefixcache.request import Tier
-
-
-def scrape(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as response:
-        return response.read().decode()
 
 
 def test_names_carry_prefix_and_unit():
@@ -35,8 +27,14 @@ def test_names_carry_prefix_and_unit():
         "prefixcache_evicted_pages",
         "prefixcache_lookup_seconds",
         "prefixcache_step_seconds",
+        "prefixcache_batch_tokens",
+        "prefixcache_batch_sequences",
+        "prefixcache_queue_seconds",
+        "prefixcache_prefill_seconds",
+        "prefixcache_page_bytes",
+        "prefixcache_ready",
+        "prefixcache_tier_pages_in_flight",
         "prefixcache_build",
-        "prefixcache_host_pages",
         "prefixcache_store_call_seconds",
         "prefixcache_store_errors",
         "prefixcache_store_up",
@@ -59,7 +57,35 @@ def test_every_labelled_series_exists_from_the_start():
     for tier in Tier:
         assert value("prefixcache_cached_tokens_total", {"tier": tier}) == 0
     for state in PageState:
-        assert value("prefixcache_pages", {"state": state}) == 0
+        assert value("prefixcache_pages", {"tier": "device", "state": state}) == 0
+    for tier in (Tier.DEVICE, Tier.HOST):
+        assert value("prefixcache_evicted_pages_total", {"tier": tier}) == 0
+
+
+def test_a_stores_series_exist_once_it_is_open_and_no_others():
+    metrics = Metrics()
+    metrics.tiers.open_store(
+        Tier.DISK, operations=("read",), errors=("full",), miss_reasons=("absent",), not_saved_reasons=("full",)
+    )
+    value = metrics.registry.get_sample_value
+    assert value("prefixcache_tier_missed_pages_total", {"tier": "disk", "reason": "absent"}) == 0
+    assert value("prefixcache_tier_not_saved_pages_total", {"tier": "disk", "reason": "full"}) == 0
+    assert value("prefixcache_store_errors_total", {"tier": "disk", "kind": "full"}) == 0
+    assert value("prefixcache_store_call_seconds_count", {"tier": "disk", "operation": "read"}) == 0
+    assert value("prefixcache_store_up", {"tier": "disk", "side": "writes"}) == 1
+    for direction in Direction:
+        assert value("prefixcache_tier_pages_in_flight", {"tier": "disk", "direction": direction}) == 0
+    assert value("prefixcache_store_up", {"tier": "remote", "side": "store"}) is None
+
+
+def test_there_is_no_series_for_the_time_at_which_a_series_began():
+    assert b"_created" not in generate_latest(Metrics().registry)
+
+
+def test_whether_it_is_ready_is_asked_at_each_scrape():
+    metrics, answers = Metrics(), [False, True]
+    metrics.watch_ready(lambda: answers.pop(0))
+    assert [metrics.registry.get_sample_value("prefixcache_ready") for _ in range(2)] == [0, 1]
 
 
 def test_buckets_start_where_a_cache_hit_shows():
@@ -75,25 +101,3 @@ def test_two_servers_in_one_process_do_not_share_counters():
     one, other = Metrics(), Metrics()
     one.prompt_tokens.inc(3)
     assert other.registry.get_sample_value("prefixcache_prompt_tokens_total") == 0
-
-
-def test_the_endpoint_serves_what_was_counted_and_can_be_stopped():
-    metrics = Metrics()
-    metrics.set_build_info(version="1.2.3", model="tiny", device="cpu", dtype="float32")
-    metrics.requests[Outcome.OK].inc()
-    server = serve_metrics(metrics, "127.0.0.1", 0)
-    families = {family.name: family for family in text_string_to_metric_families(scrape(server.port))}
-    samples = {
-        sample.labels["outcome"]: sample.value
-        for sample in families["prefixcache_requests"].samples
-        if sample.name.endswith("_total")
-    }
-    assert samples["ok"] == 1
-    assert samples["invalid"] == 0
-    assert families["prefixcache_build_info"].samples[0].labels["version"] == "1.2.3"
-
-    with pytest.raises(OSError, match="in use"):
-        serve_metrics(metrics, "127.0.0.1", server.port)
-    server.stop()
-    with pytest.raises(OSError, match="refused"):
-        scrape(server.port)
