@@ -76,7 +76,8 @@ def stored_threads(
     """Returns everything that can be asked; computes the answers if `folder` doesn't hold them."""
     cache_dir = load_settings().cache_dir
     loaded = load_model(model, torch.float32, torch.device("cpu"), cache_dir, progress)
-    sources = [Path(__file__).read_text(), HANDBOOK.read_text(), str(document_tokens)]
+    sources = [repr((PERSONAS, CHATS, QUESTIONS, NUM_DOCUMENTS, MAX_TOKENS, CLEAR_GAP)), HANDBOOK.read_text()]
+    sources += [str(document_tokens)]
     sources += [torch.__version__, torch.backends.cpu.get_cpu_capability(), transformers.__version__]
     sources += [weights_digest(loaded.state_dict).hex(), loaded.tokenizer.digest().hex()]
     key = hashlib.sha256("\0".join(sources).encode()).hexdigest()[:16]
@@ -129,12 +130,12 @@ class _AnswerWriter:
         answer: list[int] = []
         new, past = prompt, None
         while len(answer) < MAX_TOKENS:
-            output = self._model(torch.tensor([new]), past_key_values=past, use_cache=True, logits_to_keep=1)
+            output = self._model(torch.tensor([new]), cache=past, use_cache=True, logits_to_keep=1)
             (first, second), (best, _) = output.logits[0, -1].topk(2)
             if float(first - second) < CLEAR_GAP:
                 return Question(prompt, answer, is_whole=False)
             answer.append(int(best))
             if answer[-1] in self._tokenizer.eos_token_ids:
                 break
-            new, past = answer[-1:], output.past_key_values
+            new, past = answer[-1:], output.cache
         return Question(prompt, answer, is_whole=True)
