@@ -44,6 +44,7 @@ from prefixcache.server.http_endpoint import HttpEndpoint, serve_http
 from prefixcache.server.interceptors import CallInterceptor
 from prefixcache.server.servicer import InferenceServicer
 from prefixcache.server.stream import dispatch
+from prefixcache.server.tls import ServerCertificates
 from prefixcache.tree.eviction import LeastRecentlyUsed
 from prefixcache.tree.radix import RadixTree
 
@@ -199,9 +200,17 @@ def model_info(served: ServedModel, engine: Engine) -> pb.GetModelInfoResponse:
 
 
 def check_edge(settings: Settings) -> None:
-    """Raises ConfigError for what is wrong with API keys, before anything else takes time."""
+    """Raises ConfigError for what is wrong with API keys and certificates, before anything else takes time."""
     if settings.api_keys is not None:
         read_keys(settings.api_keys)
+    server_certificates(settings)
+
+
+def server_certificates(settings: Settings) -> ServerCertificates | None:
+    """Reads the certificates of the gRPC port, if it is to have TLS; raises ConfigError."""
+    if settings.tls_cert is None or settings.tls_key is None:
+        return None
+    return ServerCertificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
 
 
 def start_http(settings: Settings, metrics: Metrics, readiness: Readiness) -> HttpEndpoint:
@@ -250,7 +259,8 @@ class Server:
 
     async def start(self) -> None:
         """Takes the port, then starts the engine and the service; raises ConfigError if the port is taken."""
-        self.port = listen(self._grpc, self._settings.host, self._settings.port)
+        certificates = server_certificates(self._settings)
+        self.port = listen(self._grpc, self._settings.host, self._settings.port, certificates)
         self.engine.start()
         await self._health.check()
         await self._grpc.start()

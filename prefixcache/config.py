@@ -39,7 +39,9 @@ from prefixcache.errors import ConfigError
 
 ENV_PREFIX = "PREFIXCACHE_"
 CONFIG_VARIABLE = "PREFIXCACHE_CONFIG"
+API_KEY_VARIABLE = "PREFIXCACHE_API_KEY"  # of the client commands
 DEFAULT_CONFIG_FILE = Path("prefixcache.toml")
+_LOGIN = re.compile(r"//\S*@")  # user and password in a URL that stands where it should not
 FRACTION = re.compile(r"\d*\.\d+|\d+\.")
 
 _BYTES: TypeAdapter[ByteSize] = TypeAdapter(ByteSize)
@@ -87,6 +89,7 @@ def _default_cache_dir() -> Path:
 ByteCount = Annotated[int, PlainValidator(_parse_bytes)]
 Memory = Annotated[int | float, PlainValidator(_parse_memory)]
 SecretFile = Annotated[Path, AfterValidator(_check_secret_file)]
+UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -158,7 +161,18 @@ class Settings(BaseSettings):
     port: Port = Field(50051, description="Port of the gRPC service; 0 takes a free one.")
     metrics_host: str = Field("127.0.0.1", description="Address on which /metrics is served.")
     metrics_port: Port = Field(9464, description="Port of /metrics; 0 takes a free one.")
-    api_keys: Annotated[Path, AfterValidator(Path.expanduser)] | None = Field(
+    tls_cert: UserPath | None = Field(
+        None,
+        description="PEM file with the certificate of the gRPC service, its chain included; taken up anew when it "
+        "changes. Default: no TLS.",
+    )
+    tls_key: UserPath | None = Field(None, description="PEM file with the key of --tls-cert.")
+    tls_client_ca: UserPath | None = Field(
+        None,
+        description="PEM file with the authorities that a client's certificate must come from (mTLS). "
+        "Default: clients need none.",
+    )
+    api_keys: UserPath | None = Field(
         None,
         description="File of API keys, as prefixcache new-key makes them: calls without one are refused, and tenants "
         "share no cached prefixes. Read again when it changes. Default: none, everyone may call.",
@@ -174,7 +188,7 @@ class Settings(BaseSettings):
     max_message_bytes: ByteCount = Field(
         16 * 2**20, description="Largest gRPC message in either direction, such as 16MiB."
     )
-    cache_dir: Annotated[Path, AfterValidator(Path.expanduser)] = Field(
+    cache_dir: UserPath = Field(
         default_factory=_default_cache_dir,
         description="Folder for converted models. Default: prefixcache in $XDG_CACHE_HOME or in ~/.cache.",
     )
@@ -198,6 +212,14 @@ class Settings(BaseSettings):
     def _ports_differ(self) -> Settings:
         if self.port and self.port == self.metrics_port and self.host == self.metrics_host:
             raise ValueError(f"port and metrics_port are both {self.port}; they must differ")
+        return self
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> Settings:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together; one of them is not set")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("tls_client_ca is set, but tls_cert and tls_key, without which there is no TLS, are not")
         return self
 
     @model_validator(mode="after")
@@ -283,7 +305,8 @@ def load_settings(arguments: argparse.Namespace | None = None, unknown_arguments
     except ValidationError as error:
         problems += [_describe(detail, sources) for detail in error.errors()]
     if problems:
-        raise ConfigError("\n".join(["The settings cannot be used:", *(f"  {problem}" for problem in problems)]))
+        lines = ["The settings cannot be used:", *(f"  {problem}" for problem in problems)]
+        raise ConfigError(_LOGIN.sub("//***@", "\n".join(lines)))
     return settings
 
 
@@ -309,7 +332,7 @@ def _unknown_flags(arguments: Sequence[str]) -> list[str]:
 
 
 def _unknown_variables() -> list[str]:
-    known = {CONFIG_VARIABLE, *(f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields)}
+    known = {CONFIG_VARIABLE, API_KEY_VARIABLE, *(f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields)}
     ours = sorted(name for name in os.environ if name.upper().startswith(ENV_PREFIX))
     return [f"{name}: there is no such variable" + _similar(name) for name in ours if name.upper() not in known]
 

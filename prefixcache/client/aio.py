@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from prefixcache._pb.prefixcache.v1 import inference_pb2 as pb
 from prefixcache._pb.prefixcache.v1 import inference_pb2_grpc as pb_grpc
+from prefixcache.client.connection import Tls, key_metadata
 from prefixcache.client.errors import translated_errors
 from prefixcache.client.requests import (
     CHANNEL_OPTIONS,
@@ -30,8 +31,12 @@ class AsyncClient:
             print(delta.text, end="", flush=True)
     """
 
-    def __init__(self, target: str = DEFAULT_TARGET) -> None:
-        self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+    def __init__(self, target: str = DEFAULT_TARGET, *, tls: Tls | None = None, api_key: str | None = None) -> None:
+        if tls is None:
+            self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+        else:
+            self._channel = grpc.aio.secure_channel(target, tls.credentials(), options=CHANNEL_OPTIONS)
+        self._metadata = key_metadata(api_key)
         self._inference = pb_grpc.InferenceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
@@ -46,7 +51,7 @@ class AsyncClient:
     ) -> AsyncGenerator[pb.GenerateResponse]:
         """Starts to generate, and returns what comes back piece by piece; closing the generator cancels the call."""
         request = generate_request(text, messages, token_ids, options)
-        return _iterate(self._inference.Generate(request, timeout=timeout_s))
+        return _iterate(self._inference.Generate(request, timeout=timeout_s, metadata=self._metadata))
 
     async def complete(
         self,
@@ -60,7 +65,7 @@ class AsyncClient:
         """Generates, and returns everything at once."""
         request = generate_request(text, messages, token_ids, options)
         with translated_errors():
-            return await self._inference.Complete(request, timeout=timeout_s)
+            return await self._inference.Complete(request, timeout=timeout_s, metadata=self._metadata)
 
     async def tokenize(
         self,
@@ -73,7 +78,7 @@ class AsyncClient:
         """The token ids that `generate` would use for this text or chat."""
         request = tokenize_request(text, messages, add_special_tokens)
         with translated_errors():
-            response = await self._inference.Tokenize(request, timeout=timeout_s)
+            response = await self._inference.Tokenize(request, timeout=timeout_s, metadata=self._metadata)
         return list(response.token_ids)
 
     async def detokenize(
@@ -82,13 +87,15 @@ class AsyncClient:
         """The text of token ids."""
         request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
         with translated_errors():
-            response = await self._inference.Detokenize(request, timeout=timeout_s)
+            response = await self._inference.Detokenize(request, timeout=timeout_s, metadata=self._metadata)
         return response.text
 
     async def model_info(self, *, timeout_s: float | None = None) -> pb.GetModelInfoResponse:
         """Describes the model that is served and its cache."""
         with translated_errors():
-            return await self._inference.GetModelInfo(pb.GetModelInfoRequest(), timeout=timeout_s)
+            return await self._inference.GetModelInfo(
+                pb.GetModelInfoRequest(), timeout=timeout_s, metadata=self._metadata
+            )
 
     async def wait_until_serving(self, timeout_s: float) -> None:
         """Returns as soon as the server is there and healthy; raises RequestFailed if it isn't in time."""

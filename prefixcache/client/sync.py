@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from prefixcache._pb.prefixcache.v1 import inference_pb2 as pb
 from prefixcache._pb.prefixcache.v1 import inference_pb2_grpc as pb_grpc
+from prefixcache.client.connection import Tls, key_metadata
 from prefixcache.client.errors import translated_errors
 from prefixcache.client.requests import (
     CHANNEL_OPTIONS,
@@ -29,12 +30,19 @@ class Client:
             for delta in client.generate("Once upon a time", max_tokens=50):
                 print(delta.text, end="", flush=True)
 
+    `tls` and `api_key` are for servers that want them; a key is sent as it is, so give none without TLS but on
+    networks that are trusted.
+
     Prompts are given as text, as `token_ids` or as `messages` (mappings with `role` and `content`). Every method
     raises RequestFailed when the call ends with an error; nothing is tried again by itself.
     """
 
-    def __init__(self, target: str = DEFAULT_TARGET) -> None:
-        self._channel = grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+    def __init__(self, target: str = DEFAULT_TARGET, *, tls: Tls | None = None, api_key: str | None = None) -> None:
+        if tls is None:
+            self._channel = grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+        else:
+            self._channel = grpc.secure_channel(target, tls.credentials(), options=CHANNEL_OPTIONS)
+        self._metadata = key_metadata(api_key)
         self._inference = pb_grpc.InferenceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
@@ -49,7 +57,7 @@ class Client:
     ) -> Generator[pb.GenerateResponse]:
         """Starts to generate, and returns what comes back piece by piece; closing the generator cancels the call."""
         request = generate_request(text, messages, token_ids, options)
-        return _iterate(self._inference.Generate(request, timeout=timeout_s))
+        return _iterate(self._inference.Generate(request, timeout=timeout_s, metadata=self._metadata))
 
     def complete(
         self,
@@ -63,7 +71,7 @@ class Client:
         """Generates, and returns everything at once."""
         request = generate_request(text, messages, token_ids, options)
         with translated_errors():
-            return self._inference.Complete(request, timeout=timeout_s)
+            return self._inference.Complete(request, timeout=timeout_s, metadata=self._metadata)
 
     def tokenize(
         self,
@@ -76,7 +84,7 @@ class Client:
         """The token ids that `generate` would use for this text or chat."""
         request = tokenize_request(text, messages, add_special_tokens)
         with translated_errors():
-            return list(self._inference.Tokenize(request, timeout=timeout_s).token_ids)
+            return list(self._inference.Tokenize(request, timeout=timeout_s, metadata=self._metadata).token_ids)
 
     def detokenize(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, timeout_s: float | None = None
@@ -84,12 +92,12 @@ class Client:
         """The text of token ids."""
         request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
         with translated_errors():
-            return self._inference.Detokenize(request, timeout=timeout_s).text
+            return self._inference.Detokenize(request, timeout=timeout_s, metadata=self._metadata).text
 
     def model_info(self, *, timeout_s: float | None = None) -> pb.GetModelInfoResponse:
         """Describes the model that is served and its cache."""
         with translated_errors():
-            return self._inference.GetModelInfo(pb.GetModelInfoRequest(), timeout=timeout_s)
+            return self._inference.GetModelInfo(pb.GetModelInfoRequest(), timeout=timeout_s, metadata=self._metadata)
 
     def wait_until_serving(self, timeout_s: float) -> None:
         """Returns as soon as the server is there and healthy; raises RequestFailed if it isn't in time."""

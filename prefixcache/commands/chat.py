@@ -22,6 +22,7 @@ from prefixcache.commands.display import StreamedAnswer
 from prefixcache.commands.server_options import (
     add_sampling_arguments,
     add_server_argument,
+    connect,
     explain,
     sampling_options,
 )
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     opening = [] if args.system is None else [{"role": "system", "content": args.system}]
     history = list(opening)
     notes = Console(stderr=True, highlight=False, style="dim")
-    with Client(args.server) as client:
+    with connect(args) as client:
         model = client.model_info(timeout_s=args.timeout).model
         notes.print(f"{model} at {args.server}; /reset, /quit", soft_wrap=True)
         while (question := _read_question()) is not None:

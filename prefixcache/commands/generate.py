@@ -17,11 +17,11 @@ import sys
 
 from google.protobuf.json_format import MessageToJson
 
-from prefixcache.client import Client
 from prefixcache.commands.display import StreamedAnswer
 from prefixcache.commands.server_options import (
     add_sampling_arguments,
     add_server_argument,
+    connect,
     integer,
     sampling_options,
     text_of,
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     options["n"] = args.n
     if args.logprobs is not None:
         options["logprobs"] = args.logprobs
-    with Client(args.server) as client:
+    with connect(args) as client:
         reply = client.generate(
             None if args.chat else prompt,
             messages=messages if args.chat else None,

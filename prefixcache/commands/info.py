@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import argparse
 
-from prefixcache.client import Client
 from prefixcache.commands.display import print_rows
-from prefixcache.commands.server_options import add_server_argument
+from prefixcache.commands.server_options import add_server_argument, connect
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    with Client(args.server) as client:
+    with connect(args) as client:
         info = client.model_info(timeout_s=args.timeout)
     cache_mib = info.cache_capacity_tokens * info.kv_bytes_per_token / 2**20
     rows = {

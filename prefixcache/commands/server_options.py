@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import cast
 
 import grpc
 
-from prefixcache.client import RequestFailed
+from prefixcache.client import Client, RequestFailed, Tls
 from prefixcache.client.requests import DEFAULT_TARGET, GenerateOptions
 from prefixcache.errors import InvalidRequest
+
+# Named here, too, since to import `config` takes as long as all the rest of a client command.
+API_KEY_VARIABLE = "PREFIXCACHE_API_KEY"
+
+_TLS_FAILED = "Tls handshake failed"  # in gRPC's own words
+_CLOSED = "Socket closed"
 
 _OPTION_NAMES = (
     "max_tokens",
@@ -53,10 +61,29 @@ def text_of(argument: str) -> str:
 
 
 def add_server_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds `--server` and `--timeout`."""
+    """Adds what says which server to ask, and how to reach it."""
     group = parser.add_argument_group("server")
     group.add_argument("--server", default=DEFAULT_TARGET, metavar="HOST:PORT", help="default: %(default)s")
     group.add_argument("--timeout", type=float, metavar="SECONDS", help="give up after this long; default: never")
+    group.add_argument("--tls", action="store_true", help="use TLS; implied by the other --tls flags")
+    group.add_argument("--tls-ca", type=Path, metavar="FILE", help="authorities to trust; default: the public ones")
+    group.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate to show to the server")
+    group.add_argument("--tls-key", type=Path, metavar="FILE", help="its key")
+    group.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help=f"file with the API key; default: ${API_KEY_VARIABLE}"
+    )
+
+
+def connect(args: argparse.Namespace) -> Client:
+    """The client that the arguments of `add_server_argument` ask for; raises InvalidRequest."""
+    try:
+        tls = Tls(args.tls_ca, args.tls_cert, args.tls_key)
+        api_key = args.api_key_file.read_text().strip() if args.api_key_file else os.environ.get(API_KEY_VARIABLE)
+        return Client(args.server, tls=tls if args.tls or tls != Tls() else None, api_key=api_key or None)
+    except OSError as error:
+        raise InvalidRequest(str(error.filename), str(error.strerror)) from error
+    except ValueError as error:
+        raise InvalidRequest("--tls-cert", str(error)) from error
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,6 +114,12 @@ def sampling_options(args: argparse.Namespace) -> GenerateOptions:
 
 def explain(error: RequestFailed, server: str) -> str:
     """One line for people about a failed call, with what to do about it where that is known."""
+    if error.code is grpc.StatusCode.UNAUTHENTICATED:
+        return f"{error.message}; put the key into ${API_KEY_VARIABLE}, or name its file with --api-key-file"
+    if error.code is grpc.StatusCode.UNAVAILABLE and _TLS_FAILED in error.message:
+        return f"no TLS connection to {server}: {error.message.rpartition(_TLS_FAILED)[2].strip()}"
+    if error.code is grpc.StatusCode.UNAVAILABLE and error.message.endswith(_CLOSED):
+        return f"{server} closed the connection; does it want TLS (--tls-ca), or a certificate (--tls-cert, --tls-key)?"
     if error.code is grpc.StatusCode.UNAVAILABLE and error.request_id is None:
         return f"no server answers at {server}; start one with: prefixcache serve"
     if error.code is grpc.StatusCode.INVALID_ARGUMENT:

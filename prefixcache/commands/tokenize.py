@@ -11,8 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from prefixcache.client import Client
-from prefixcache.commands.server_options import add_server_argument, integer, text_of
+from prefixcache.commands.server_options import add_server_argument, connect, integer, text_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    with Client(args.server) as client:
+    with connect(args) as client:
         if args.decode:
             print(client.detokenize(args.decode, timeout_s=args.timeout))
             return 0

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import re
 import secrets
 import time
@@ -18,6 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from prefixcache.errors import ConfigError, Unauthenticated
+from prefixcache.server.file_signature import file_signature
 
 AUTHORIZATION_KEY = "authorization"
 KEY_PREFIX = "pfx_"  # lets scanners for leaked secrets know it
@@ -29,8 +29,6 @@ _LINE = re.compile(r"(?P<digest>[0-9a-f]{64})\s+(?P<tenant>\S+)")
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 _log = logging.getLogger(__name__)
-
-_Signature = tuple[int, int, int]
 
 
 class ApiKeys:
@@ -45,7 +43,7 @@ class ApiKeys:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._signature = _signature(path)
+        self._signature = file_signature(path)
         self._tenants = read_keys(path)
         self._looked_at_s = time.monotonic()
 
@@ -68,7 +66,7 @@ class ApiKeys:
         if now_s - self._looked_at_s < RELOAD_S:
             return
         self._looked_at_s = now_s
-        signature = _signature(self._path)
+        signature = file_signature(self._path)
         if signature == self._signature:
             return
         self._signature = signature
@@ -118,12 +116,3 @@ def key_digest(key: str) -> str:
 def is_tenant(name: str) -> bool:
     """Whether a tenant may be called so: up to 64 letters, digits, dots, dashes and underscores."""
     return _TENANT.fullmatch(name) is not None
-
-
-def _signature(path: Path) -> _Signature | None:
-    """What changes with the file's content, also where it is replaced through a symbolic link."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size, status.st_ino

@@ -12,6 +12,7 @@ from prefixcache.errors import ConfigError
 from prefixcache.server.health import HealthMonitor
 from prefixcache.server.interceptors import CallInterceptor
 from prefixcache.server.servicer import InferenceServicer
+from prefixcache.server.tls import ServerCertificates
 
 # Clients may ping every 10 s, also between calls. gRPC closes connections that ping more often than allowed three
 # times, and timers are not exact, so what is enforced is half of what is promised.
@@ -56,14 +57,16 @@ def build_grpc_server(
     return server
 
 
-def listen(server: Server, host: str, port: int) -> int:
-    """Takes the port, and returns it, since port 0 asks for any.
+def listen(server: Server, host: str, port: int, certificates: ServerCertificates | None = None) -> int:
+    """Takes the port, with TLS if there are certificates, and returns it, since port 0 asks for any.
 
     Raises:
         ConfigError: The port is taken, or the host is not ours.
     """
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
+        if certificates is not None:
+            return server.add_secure_port(address, certificates.credentials())
         return server.add_insecure_port(address)
     except RuntimeError as error:
         raise ConfigError(f"cannot listen on {address}: the port is taken or the host is not ours") from error

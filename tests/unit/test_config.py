@@ -98,6 +98,20 @@ def test_everything_wrong_is_listed_at_once_where_it_was_written(monkeypatch: py
         assert any(problem.startswith(start) and rest in problem for problem in problems), (start, problems)
 
 
+def test_problems_show_no_password() -> None:
+    url = "redis://user:s3cret@host:6379/0"
+    for arguments in ([url], ["--rediss", url], [f"--rediss={url}"], ["--host-memory", url], [f"--port={url}"]):
+        assert "s3cret" not in str(problems_of(*arguments)), arguments
+    for line in (f'redis = ["{url}"]', f'rediss = "{url}"', f"redis = {url}"):
+        Path("prefixcache.toml").write_text(line)
+        assert "s3cret" not in str(problems_of()), line
+
+
+def test_the_clients_key_in_the_environment_does_not_disturb_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFIXCACHE_API_KEY", "pfx_1")
+    assert "pfx_1" not in str(settings_for())
+
+
 def test_a_file_that_cannot_be_read_is_a_problem_among_others(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("prefixcache.toml").write_text("port = ")
     problems = problems_of("--port", "x")
