@@ -172,6 +172,7 @@ def build_engine(
             page_size=plan.layout.page_size,
             num_pages=plan.num_pages,
             max_queue=settings.max_queue,
+            max_tenant_queue=settings.max_tenant_queue,
         ),
         metrics=metrics,
         publish=publish,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import os
 import re
 import tomllib
@@ -152,6 +153,12 @@ class Settings(BaseSettings):
     max_queue: int = Field(
         256, gt=0, description="Most requests that wait to be computed; a further one is refused as overloaded."
     )
+    tenant_queue_share: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="Most of --max-queue that one tenant may take, as a fraction; of effect with --api-keys only.",
+    )
     max_model_len: int | None = Field(
         None,
         gt=0,
@@ -227,6 +234,11 @@ class Settings(BaseSettings):
         if self.redis_password_file is not None and self.redis is None:
             raise ValueError("redis_password_file is set, but redis, which says where that password belongs, is not")
         return self
+
+    @property
+    def max_tenant_queue(self) -> int:
+        """Most requests of one tenant that wait; without API keys all are of one."""
+        return self.max_queue if self.api_keys is None else math.ceil(self.max_queue * self.tenant_queue_share)
 
     @property
     def disk_folder(self) -> Path | None:

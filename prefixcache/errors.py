@@ -27,15 +27,19 @@ class Unauthenticated(PrefixCacheError):
 
 
 class Overloaded(PrefixCacheError):
-    """The queue is full; the same request may succeed a little later.
+    """The queue is full, or too long for the request's deadline; the same request may succeed a little later.
 
     Attributes:
-        retry_after_ms: How long the client should wait before it tries again.
+        retry_after_ms: How long the client should wait before it tries again; None where waiting does not help.
     """
 
-    def __init__(self, reason: str, retry_after_ms: int) -> None:
+    def __init__(self, reason: str, retry_after_ms: int | None) -> None:
         super().__init__(reason)
         self.retry_after_ms = retry_after_ms
+
+
+class DeadlinePassed(PrefixCacheError):
+    """The request's deadline has passed before anything was computed for it."""
 
 
 class NotServing(PrefixCacheError):

@@ -59,7 +59,10 @@ DEFAULT_NAMESPACE = Namespace()
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One checked request: prompt token ids and how to continue them."""
+    """One checked request: prompt token ids and how to continue them.
+
+    `deadline_s` is on the clock of `time.monotonic`; None for a client that waits for ever.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -67,6 +70,7 @@ class GenerateRequest:
     num_samples: int = 1
     namespace: Namespace = DEFAULT_NAMESPACE
     use_cache: bool = True
+    deadline_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,6 +159,11 @@ class TierMover:
             for digest, at in zip(chain.digests[start:end], range(0, len(tokens), size), strict=True)
         ]
 
+    def load_seconds(self, num_tokens: int) -> float:
+        """Estimate how long the quickest tier would take to bring so many tokens, if it had them."""
+        num_bytes = num_tokens // self._page_size * self._page_bytes
+        return min(tier.estimate.seconds(num_bytes) for tier in self._tiers)
+
     # --- search ------------------------------------------------------------------------------------------------
 
     def search(self, namespace: Namespace, key: bytes, num_known_tokens: int) -> Search | None:

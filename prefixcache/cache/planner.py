@@ -14,8 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Steps remembered for the prefill estimate: enough to see different lengths, few enough to follow a change.
-NUM_STEPS = 64
+# Steps remembered for the prefill estimate, of each order of size: few enough to follow a change. A long run of short
+# steps, as decoding is, does not push out what is known of long ones.
+NUM_STEPS = 16
+# A step is believed to say something about longer ones, too, from this many tokens on; and how many such it takes.
+TELLING_TOKENS, MIN_TELLING = 256, 3
 # Weight of a new transfer in its tier's estimate.
 SMOOTHING = 0.3
 # A load whose time is up by this factor is no longer believed: what is left is taken to need as long again.
@@ -29,7 +32,7 @@ class PrefillEstimate:
     """
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[float, float, float]] = deque(maxlen=NUM_STEPS)
+        self._steps: dict[int, deque[tuple[float, float, float]]] = {}  # by the length of their size in bits
         self._weights: tuple[float, float, float] | None = None
 
     @property
@@ -39,8 +42,14 @@ class PrefillEstimate:
 
     def observe(self, num_tokens: int, pairs: float, seconds: float) -> None:
         """Note one step: its new tokens, the (query, key) pairs they attended to, and how long it took."""
-        self._steps.append((num_tokens, pairs, seconds))
+        size = num_tokens.bit_length()
+        self._steps.setdefault(size, deque(maxlen=NUM_STEPS)).append((num_tokens, pairs, seconds))
         self._weights = None
+
+    def is_sure_of(self, num_tokens: int) -> bool:
+        """Whether enough steps of that order of size have been seen to refuse something because of it."""
+        size = min(num_tokens, TELLING_TOKENS).bit_length()
+        return sum(len(steps) for other, steps in self._steps.items() if other >= size) >= MIN_TELLING
 
     def seconds(self, num_tokens: int, context_len: int) -> float:
         """Estimate a prefill of `num_tokens` behind `context_len` tokens; 0 while nothing has been measured."""
@@ -52,7 +61,7 @@ class PrefillEstimate:
         return fixed + per_token * num_tokens + per_pair * attention_pairs(num_tokens, context_len)
 
     def _fit(self) -> tuple[float, float, float]:
-        steps = np.array(self._steps)
+        steps = np.array([step for steps in self._steps.values() for step in steps])
         seconds = steps[:, 2]
         features = np.column_stack((np.ones(len(steps)), steps[:, 0], steps[:, 1]))
         # every row divided by its own time: relative errors count, so short steps are not drowned by long ones

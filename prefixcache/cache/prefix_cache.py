@@ -16,7 +16,7 @@ from typing import Any
 
 from prefixcache.cache.host_tier import HostTier
 from prefixcache.cache.mover import TierMover
-from prefixcache.cache.planner import attention_pairs
+from prefixcache.cache.planner import PrefillEstimate, attention_pairs
 from prefixcache.cache.tiers import Load, Search
 from prefixcache.kv.page_pool import PagePool
 from prefixcache.request import Namespace, Tier
@@ -61,6 +61,7 @@ class PrefixCache:
     ) -> None:
         self._host = host
         self._mover = mover
+        self._own_prefill = PrefillEstimate()
         self._fingerprint = fingerprint
         self._observe_lookup = observe_lookup
         self._tree = tree
@@ -248,10 +249,23 @@ class PrefixCache:
 
     def note_step(self, prefills: list[tuple[int, int]], seconds: float) -> None:
         """Learn how long a step took: of each sequence its new tokens, and all its computed tokens after them."""
-        if self._mover is not None:
-            num_tokens = sum(count for count, _ in prefills)
-            pairs = sum(attention_pairs(count, computed - count) for count, computed in prefills)
-            self._mover.prefill.observe(num_tokens, pairs, seconds)
+        num_tokens = sum(count for count, _ in prefills)
+        pairs = sum(attention_pairs(count, computed - count) for count, computed in prefills)
+        self._prefill.observe(num_tokens, pairs, seconds)
+
+    def seconds_to_have(self, num_tokens: int, context_len: int) -> float:
+        """Estimate from below how long it takes to have `num_tokens` more of a prompt behind `context_len` others.
+
+        0 while too little has been measured, and where host memory may hold them: that is found out at admission only.
+        """
+        if self._host is not None or not self._prefill.is_sure_of(num_tokens):
+            return 0.0
+        compute_s = self._prefill.seconds(num_tokens, context_len)
+        return compute_s if self._mover is None else min(compute_s, self._mover.load_seconds(num_tokens))
+
+    @property
+    def _prefill(self) -> PrefillEstimate:
+        return self._own_prefill if self._mover is None else self._mover.prefill
 
     # --- inspection --------------------------------------------------------------------------------------------
 

@@ -20,15 +20,17 @@ import torch
 
 from prefixcache.cache.prefix_cache import PrefixCache
 from prefixcache.engine import sampler
+from prefixcache.engine.admission import Ahead, Pace, Places, check_deadline
 from prefixcache.engine.detokenizer import Detokenizer
 from prefixcache.engine.open_request import DeltaSink, OpenRequest, Sample, ending_ids
 from prefixcache.engine.runner import Runner
 from prefixcache.engine.scheduler import Scheduler, StepPlan, Work
 from prefixcache.engine.sequence import Sequence
-from prefixcache.errors import EngineFailed, InvalidRequest, NotServing, Overloaded, PrefixCacheError
+from prefixcache.errors import DeadlinePassed, EngineFailed, InvalidRequest, NotServing, PrefixCacheError
 from prefixcache.metrics import HitKind, Metrics, PageState
 from prefixcache.model.tokenizer import Tokenizer
 from prefixcache.request import Delta, GenerateRequest, Namespace, Tier, TokenLogprobs
+from prefixcache.tree.node import BYTES_PER_TOKEN
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ class EngineLimits:
     page_size: int
     num_pages: int
     max_queue: int
+    max_tenant_queue: int
 
 
 class Engine:
@@ -92,8 +95,8 @@ class Engine:
         self._samples: dict[Sequence, tuple[OpenRequest, Sample]] = {}
         self._serials = itertools.count(1)
         self._arrivals = itertools.count()
-        self._num_submitted = 0  # written by the submitting thread only
-        self._num_left_queue = 0  # written by the engine thread only
+        self._places = Places("requests", limits.max_queue, limits.max_tenant_queue, RETRY_AFTER_MS)
+        self._pace = Pace()
         self._heartbeat_s = time.monotonic()
         self._is_loading = False  # the last step found nothing to compute but pages to wait for
         self._is_draining = False
@@ -115,18 +118,20 @@ class Engine:
         Raises:
             NotServing: Draining or stopped.
             EngineFailed: The engine is dead.
-            Overloaded: The queue is full.
+            Overloaded: The queue is full, or this tenant's share of it.
+            DeadlinePassed: It is too late.
             InvalidRequest: It needs more pages than there are, so that it could never run.
         """
         if self._failure is not None:
             raise self._failure
         if self._is_draining:
             raise NotServing("the server is shutting down")
-        if self._num_submitted - self._num_left_queue >= self.limits.max_queue:
-            raise Overloaded(f"the queue is full ({self.limits.max_queue} requests wait)", RETRY_AFTER_MS)
         self._check_fits(request)
-        handle = OpenRequest(next(self._serials), request, sink, arrived_s=time.monotonic())
-        self._num_submitted += 1
+        now_s = time.monotonic()
+        if request.deadline_s is not None and now_s >= request.deadline_s:
+            raise DeadlinePassed("the deadline has passed")
+        self._places.take(request.namespace.tenant)
+        handle = OpenRequest(next(self._serials), request, sink, arrived_s=now_s)
         self._open[handle] = None
         self._inbox.put(handle)
         if self._has_ended and self._open.pop(handle, False) is None:  # too late for the engine to have seen it
@@ -341,15 +346,26 @@ class Engine:
     def _open_request(self, handle: OpenRequest) -> None:
         request, params = handle.request, handle.request.sampling
         namespace = self._namespace(handle)
-        for index in range(request.num_samples):
-            sequence = Sequence(
+        sequences = [
+            Sequence(
                 next(self._arrivals),
                 namespace,
                 list(request.prompt_token_ids),
                 params.max_tokens,
+                request.namespace.tenant,
                 # a cached position has no hidden state, hence no logprob: sample 0 computes them all
                 reuse=params.prompt_logprobs is None or index > 0,
             )
+            for index in range(request.num_samples)
+        ]
+        if request.deadline_s is not None:
+            try:
+                self._check_deadline(sequences[0], request.deadline_s)
+            except PrefixCacheError as error:
+                self._close(handle)
+                self._publish([(handle.sink, error)])
+                return
+        for index, sequence in enumerate(sequences):
             seed = None if params.seed is None else f"{params.seed}/{index}"
             state = sampler.SamplerState(
                 params, ending_ids(request, self._tokenizer.eos_token_ids), random.Random(seed)
@@ -362,6 +378,20 @@ class Engine:
             self._samples[sequence] = handle, sample
             self._scheduler.add(sequence)
         handle.num_unfinished = request.num_samples
+
+    def _check_deadline(self, sequence: Sequence, deadline_s: float) -> None:
+        """Refuse what cannot be in time; raises DeadlinePassed or Overloaded."""
+        now_s = time.monotonic()
+        num_known = self._scheduler.num_known_tokens(sequence)
+        own_s = self._cache.seconds_to_have(len(sequence.token_ids) - num_known, num_known)
+        page_bytes = self._cache.page_size * BYTES_PER_TOKEN
+        ahead = [
+            Ahead(
+                other.prompt_key[:page_bytes], self._cache.seconds_to_have(len(other.token_ids) - known, known), waits
+            )
+            for other, known, waits in self._scheduler.ahead_of(sequence)
+        ]
+        check_deadline(deadline_s - now_s, own_s, ahead, self._pace, now_s)
 
     def _namespace(self, handle: OpenRequest) -> Namespace | None:
         """Without the cache, several samples still share their own prompt, in a namespace that nobody else sees."""
@@ -384,7 +414,7 @@ class Engine:
     def _close(self, handle: OpenRequest) -> None:
         del self._open[handle]
         if handle.admitted_s is None:
-            self._num_left_queue += 1
+            self._places.give_back(handle.request.namespace.tenant)
         namespace = self._namespace(handle)
         if namespace is not None and namespace.private_id:
             self._cache.drop(namespace)
@@ -404,8 +434,9 @@ class Engine:
             handle, _ = self._samples[sequence]
             if handle.admitted_s is None:
                 handle.admitted_s = now_s
-                self._num_left_queue += 1
+                self._places.give_back(handle.request.namespace.tenant)
                 self._metrics.queue_seconds.observe(now_s - handle.arrived_s)
+        self._pace.observe(len(plan.admitted), self._scheduler.num_waiting, now_s)
 
     def _note_token(self, handle: OpenRequest, sample: Sample, now_s: float) -> None:
         if handle.first_token_s is None:

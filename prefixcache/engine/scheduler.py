@@ -4,12 +4,14 @@ every step:  1  one token for each decoding sequence; the youngest is preempted 
              2  what is left of the token budget goes to prompts, shortest rest first, in chunks
                 - a prompt whose beginning another one is computing right now waits for it
                 - what was passed over in `MAX_OVERTAKEN` steps goes first
+                - tenants come by turns, each with its first
 """
 
 from __future__ import annotations
 
 import itertools
 from bisect import insort
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -70,6 +72,8 @@ class Scheduler:
         self._max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)  # every decode fits
         self._waiting: list[Sequence] = []  # by arrival
         self._running: list[Sequence] = []  # by admission
+        self._serving = itertools.count(1)
+        self._last_served: dict[str, int] = {}  # tenant to the serial number of its last prefill
 
     @property
     def num_waiting(self) -> int:
@@ -94,6 +98,34 @@ class Scheduler:
         elif sequence.state is SequenceState.WAITING:
             self._waiting.remove(sequence)
         sequence.state = SequenceState.FINISHED
+
+    def num_known_tokens(self, sequence: Sequence) -> int:
+        """Count tokens that need no computing; for a waiting sequence an estimate, good until the cache changes."""
+        if sequence.state is SequenceState.RUNNING:
+            return sequence.num_computed_tokens
+        if not sequence.reuse:
+            return 0
+        version, known = sequence.known_tokens
+        if version != self._cache.version:
+            known = self._cache.num_known_tokens(sequence.namespace, sequence.key())
+            sequence.known_tokens = (self._cache.version, known)
+        return known
+
+    def ahead_of(self, sequence: Sequence) -> list[tuple[Sequence, int, bool]]:
+        """List what is computed before a sequence that is not added yet: those still at their prompt, not longer.
+
+        Of waiting ones only its own tenant's are sure to come first.
+
+        Returns:
+            Of each the sequence, its known tokens (as last looked up) and whether it waits.
+        """
+        rest = len(sequence.token_ids) - self.num_known_tokens(sequence)
+        unfinished = [(other, other.num_computed_tokens, False) for other in self._running if not other.is_decoding]
+        for other in self._waiting:
+            if other.tenant == sequence.tenant:
+                known = other.known_tokens[1] if other.known_tokens[0] >= 0 else self.num_known_tokens(other)
+                unfinished.append((other, known, True))
+        return [entry for entry in unfinished if len(entry[0].token_ids) - entry[1] <= rest]
 
     def schedule(self) -> StepPlan:
         """Decide one step. Leases are taken, extended and released on the way."""
@@ -139,6 +171,7 @@ class Scheduler:
     def _schedule_prefills(self, plan: StepPlan, budget: int) -> None:
         candidates = [s for s in self._running if not s.is_decoding] + self._considered()
         candidates.sort(key=self._precedence)
+        candidates = self._by_turns(candidates)
         served_arrivals: list[int] = []
         passed_over: list[Sequence] = []
         admits = True
@@ -166,6 +199,7 @@ class Scheduler:
             plan.work.append(Work(sequence, num_tokens))
             budget -= num_tokens
             served_arrivals.append(sequence.arrival)
+            self._last_served[sequence.tenant] = next(self._serving)
         youngest_served = max(served_arrivals, default=-1)
         for sequence in passed_over:
             sequence.overtaken += sequence.arrival < youngest_served
@@ -173,27 +207,26 @@ class Scheduler:
     def _considered(self) -> list[Sequence]:
         if len(self._running) >= self._max_num_seqs:
             return []
-        ready = (sequence for sequence in self._waiting[: 4 * MAX_CONSIDERED] if not self._has_leader(sequence))
+        waiting = self._waiting
+        if len({sequence.tenant for sequence in waiting}) > 1:  # or many of one tenant would hide the others
+            waiting = self._by_turns(waiting)
+        ready = (sequence for sequence in waiting[: 4 * MAX_CONSIDERED] if not self._has_leader(sequence))
         return list(itertools.islice(ready, MAX_CONSIDERED))
+
+    def _by_turns(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Put the first of each tenant first, then the second, and so on; the tenant served longest ago leads.
+
+        So a tenant waits for one sequence of each other tenant at most, however many they send.
+        """
+        ranks = _ranks(sequences)
+        return sorted(sequences, key=lambda sequence: (ranks[sequence], self._last_served.get(sequence.tenant, 0)))
 
     def _precedence(self, sequence: Sequence) -> tuple[bool, int, int]:
         """Sort key: those passed over too often first, oldest first; then by tokens still to compute."""
         if sequence.overtaken >= MAX_OVERTAKEN:
             return (False, 0, sequence.arrival)
-        rest = len(sequence.token_ids) - self._num_known_tokens(sequence)
+        rest = len(sequence.token_ids) - self.num_known_tokens(sequence)
         return (True, rest, sequence.arrival)
-
-    def _num_known_tokens(self, sequence: Sequence) -> int:
-        """Tokens that need no computing; for a waiting sequence an estimate, good until the cache changes."""
-        if sequence.state is SequenceState.RUNNING:
-            return sequence.num_computed_tokens
-        if not sequence.reuse:
-            return 0
-        version, known = sequence.known_tokens
-        if version != self._cache.version:
-            known = self._cache.num_known_tokens(sequence.namespace, sequence.key())
-            sequence.known_tokens = (self._cache.version, known)
-        return known
 
     def _is_searched_for(self, sequence: Sequence) -> bool:
         return sequence.search is not None and sequence.search.is_pending
@@ -207,7 +240,7 @@ class Scheduler:
         """
         if not sequence.reuse:
             return False
-        worthwhile = self._num_known_tokens(sequence) + self._cache.page_size
+        worthwhile = self.num_known_tokens(sequence) + self._cache.page_size
         for leader in self._running:
             if leader.num_computed_tokens < leader.num_prompt_tokens:
                 shared = min(sequence.num_key_tokens_shared(leader), len(sequence.token_ids) - 1)
@@ -241,3 +274,13 @@ class Scheduler:
 
 def _arrival(sequence: Sequence) -> int:
     return sequence.arrival
+
+
+def _ranks(sequences: list[Sequence]) -> dict[Sequence, int]:
+    """Number the sequences of each tenant, in the order given."""
+    counts: Counter[str] = Counter()
+    ranks: dict[Sequence, int] = {}
+    for sequence in sequences:
+        ranks[sequence] = counts[sequence.tenant]
+        counts[sequence.tenant] += 1
+    return ranks

@@ -32,6 +32,7 @@ class Sequence:
         namespace: Whose cache it uses; None for none.
         token_ids: Prompt and output. The last sampled token is in it before its K/V exists.
         max_tokens: Most output tokens.
+        tenant: Whose request it is, also where it uses no cache.
         reuse: False where every prompt position must really be computed.
         num_computed_tokens: Leading tokens whose K/V is in the lease's pages.
         search: What the lower tiers have of the prompt; None where they are not asked.
@@ -43,6 +44,7 @@ class Sequence:
     namespace: Namespace | None
     token_ids: list[int]
     max_tokens: int
+    tenant: str = ""
     reuse: bool = True
     prompt_key: bytes = b""
     num_prompt_tokens: int = 0

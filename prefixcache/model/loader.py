@@ -120,7 +120,12 @@ def _load_weights(
 ) -> dict[str, torch.Tensor]:
     """Load every weight in `dtype` on `device`, and make sure that none was made up or left out."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        source, config=config, dtype=dtype, trust_remote_code=False, output_loading_info=True
+        source,
+        config=config,
+        dtype=dtype,
+        trust_remote_code=False,
+        use_safetensors=True,  # the other format is a pickle
+        output_loading_info=True,
     )
     model, loading = loaded
     if loading["missing_keys"]:

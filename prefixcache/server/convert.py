@@ -116,7 +116,11 @@ def check(request: pb.GenerateRequest, limits: ModelLimits, tenant: str = "") ->
 
 
 def to_engine(
-    checked: CheckedRequest, request_id: str, prompt_token_ids: list[int], limits: ModelLimits
+    checked: CheckedRequest,
+    request_id: str,
+    prompt_token_ids: list[int],
+    limits: ModelLimits,
+    deadline_s: float | None = None,
 ) -> GenerateRequest:
     """Settles what depends on the length of the prompt, and hands on the request in the engine's terms.
 
@@ -148,6 +152,7 @@ def to_engine(
         num_samples=checked.num_samples,
         namespace=checked.namespace,
         use_cache=checked.use_cache,
+        deadline_s=deadline_s,
     )
 
 

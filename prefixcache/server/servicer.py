@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,8 +13,9 @@ from grpc.aio import ServicerContext
 
 from prefixcache._pb.prefixcache.v1 import inference_pb2 as pb
 from prefixcache._pb.prefixcache.v1 import inference_pb2_grpc as pb_grpc
+from prefixcache.engine.admission import Places
 from prefixcache.engine.engine import Engine
-from prefixcache.errors import InvalidRequest, Overloaded
+from prefixcache.errors import InvalidRequest
 from prefixcache.model.tokenizer import Tokenizer
 from prefixcache.request import GenerateRequest
 from prefixcache.server import convert, reply
@@ -43,17 +45,19 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         self._model_info = model_info
         self._limits = ModelLimits(engine.limits.max_model_len, engine.limits.vocab_size)
         self._tokenizer_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
-        self._num_tokenizing = 0
+        self._tokenizer_places = Places(
+            "texts for the tokenizer", engine.limits.max_queue, engine.limits.max_tenant_queue, TOKENIZER_RETRY_MS
+        )
 
     async def Generate(self, request: pb.GenerateRequest, context: _Context) -> AsyncIterator[pb.GenerateResponse]:
-        accepted = await self._accept(request)
+        accepted = await self._accept(request, context)
         with self._submitted(accepted) as stream:
             async for delta in stream:
                 for message in reply.stream_messages(delta, accepted.prompt_token_ids):
                     yield message
 
     async def Complete(self, request: pb.GenerateRequest, context: _Context) -> pb.CompleteResponse:
-        accepted = await self._accept(request)
+        accepted = await self._accept(request, context)
         answer = reply.CompleteReply(accepted.num_samples, accepted.prompt_token_ids)
         with self._submitted(accepted) as stream:
             async for delta in stream:
@@ -85,10 +89,12 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         """Ends the tokenizer's thread; no call may be open any more."""
         self._tokenizer_thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _accept(self, request: pb.GenerateRequest) -> GenerateRequest:
+    async def _accept(self, request: pb.GenerateRequest, context: _Context) -> GenerateRequest:
+        left_s: Any = context.time_remaining()  # None without a deadline, though its type does not say so
+        deadline_s = None if left_s is None else time.monotonic() + left_s
         checked = convert.check(request, self._limits, TENANT.get())
         token_ids = await self._token_ids(checked.prompt)
-        return convert.to_engine(checked, request.request_id, token_ids, self._limits)
+        return convert.to_engine(checked, request.request_id, token_ids, self._limits, deadline_s)
 
     @contextmanager
     def _submitted(self, request: GenerateRequest) -> Iterator[TokenStream]:
@@ -113,10 +119,9 @@ class InferenceServicer(pb_grpc.InferenceServicer):
 
     async def _beside_the_loop(self, work: Callable[[], _T]) -> _T:
         """Runs tokenizer work on its thread; what waits there is bounded as the engine's queue is."""
-        if self._num_tokenizing >= self._engine.limits.max_queue:
-            raise Overloaded("too many requests wait for the tokenizer", TOKENIZER_RETRY_MS)
-        self._num_tokenizing += 1
+        tenant = TENANT.get()
+        self._tokenizer_places.take(tenant)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, work)
         finally:
-            self._num_tokenizing -= 1
+            self._tokenizer_places.give_back(tenant)

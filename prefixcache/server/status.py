@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from grpc import StatusCode
 
 from prefixcache.errors import (
+    DeadlinePassed,
     EngineFailed,
     InvalidRequest,
     NotServing,
@@ -21,6 +22,7 @@ PUSHBACK_KEY = "grpc-retry-pushback-ms"  # gRPC clients with a retry policy wait
 _TABLE: tuple[tuple[type[PrefixCacheError], StatusCode, Outcome], ...] = (
     (InvalidRequest, StatusCode.INVALID_ARGUMENT, Outcome.INVALID),
     (Unauthenticated, StatusCode.UNAUTHENTICATED, Outcome.UNAUTHENTICATED),
+    (DeadlinePassed, StatusCode.DEADLINE_EXCEEDED, Outcome.DEADLINE),
     (Overloaded, StatusCode.RESOURCE_EXHAUSTED, Outcome.OVERLOADED),
     (NotServing, StatusCode.UNAVAILABLE, Outcome.NOT_SERVING),
     (EngineFailed, StatusCode.INTERNAL, Outcome.FAILED),
@@ -46,6 +48,7 @@ def status_of(error: Exception, request_id: str) -> Status:
     """The status for an error; one that nobody foresaw tells the client where to look in the log, and no more."""
     for kind, code, outcome in _TABLE:
         if isinstance(error, kind):
-            metadata = ((PUSHBACK_KEY, str(error.retry_after_ms)),) if isinstance(error, Overloaded) else ()
+            retry_after_ms = error.retry_after_ms if isinstance(error, Overloaded) else None
+            metadata = () if retry_after_ms is None else ((PUSHBACK_KEY, str(retry_after_ms)),)
             return Status(code, outcome, str(error), metadata)
     return Status(StatusCode.INTERNAL, Outcome.FAILED, f"internal error, id={request_id}")

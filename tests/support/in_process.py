@@ -213,7 +213,9 @@ class InProcess:
         return int(self.metrics.preemptions._value.get())
 
     def _new_engine(self) -> Engine:
-        limits = EngineLimits(MAX_MODEL_LEN, VOCAB_SIZE, PAGE_SIZE, self.num_pages, max_queue=10_000)
+        limits = EngineLimits(
+            MAX_MODEL_LEN, VOCAB_SIZE, PAGE_SIZE, self.num_pages, max_queue=10_000, max_tenant_queue=10_000
+        )
         scheduler = Scheduler(self.cache, self._max_num_seqs, self._chunk)
         return Engine(self._runner, self.cache, scheduler, tokenizer(), limits, self.metrics, _publish, SimpleQueue())
 

@@ -54,6 +54,25 @@ def test_costs_are_learned(costs: tuple[float, float, float]) -> None:
             assert estimate.seconds(num_tokens, context_len) == pytest.approx(exact, rel=tolerance)
 
 
+def test_a_long_run_of_decode_steps_does_not_push_out_what_prompts_took() -> None:
+    estimate = measured(0.02, 0.002, 0.0)
+    for _ in range(1000):
+        estimate.observe(1, 500, 0.022)
+    assert estimate.seconds(1000, 0) == pytest.approx(2.02, rel=0.05)
+
+
+def test_it_is_sure_of_lengths_that_it_has_seen() -> None:
+    estimate = PrefillEstimate()
+    for _ in range(100):
+        estimate.observe(1, 500, 0.022)
+    assert estimate.is_sure_of(1)
+    assert not estimate.is_sure_of(16)
+    for _ in range(3):
+        estimate.observe(300, 500, 0.5)
+    assert estimate.is_sure_of(16)
+    assert estimate.is_sure_of(8000)
+
+
 def test_the_pairs_of_a_prompt_are_those_of_its_chunks() -> None:
     assert attention_pairs(100, 0) == 100 * 101 / 2
     assert attention_pairs(60, 0) + attention_pairs(40, 60) == attention_pairs(100, 0)

@@ -27,8 +27,10 @@ class Rig:
         self.scheduler = Scheduler(self.cache, max_num_seqs, max_num_batched_tokens)
         self.num_arrived = 0
 
-    def add(self, tokens: list[int], max_tokens: int = 8, namespace: Namespace | None = NAMESPACE) -> Sequence:
-        sequence = Sequence(self.num_arrived, namespace, list(tokens), max_tokens)
+    def add(
+        self, tokens: list[int], max_tokens: int = 8, namespace: Namespace | None = NAMESPACE, tenant: str = ""
+    ) -> Sequence:
+        sequence = Sequence(self.num_arrived, namespace, list(tokens), max_tokens, tenant)
         self.num_arrived += 1
         self.scheduler.add(sequence)
         return sequence
@@ -138,6 +140,40 @@ def test_short_rests_overtake_but_not_for_ever() -> None:
     rig.step()
     assert long.num_computed_tokens == 8
     rig.run()
+
+
+def test_tenants_come_by_turns_however_many_one_of_them_sends() -> None:
+    rig = Rig(num_pages=1024, max_num_seqs=1)
+    many = [rig.add([100 * n + i for i in range(4)], max_tokens=1, tenant="many") for n in range(200)]
+    rig.step()
+    few = [rig.add(list(range(5000 * n, 5000 * n + 12)), max_tokens=1, tenant="few") for n in (1, 2, 3)]
+    for _ in range(6):
+        rig.step()
+    assert all(sequence.state is SequenceState.FINISHED for sequence in few)
+    assert sum(sequence.state is SequenceState.FINISHED for sequence in many) == 4
+    rig.run()
+
+
+def test_tenants_share_the_tokens_of_a_step_by_turns() -> None:
+    rig = Rig(num_pages=256, max_num_batched_tokens=8)
+    rig.add(list(range(1000, 1024)), max_tokens=1, tenant="a")
+    assert tokens_of(rig.step()) == {0: 8}
+    rig.add(list(range(2000, 2040)), max_tokens=1, tenant="b")
+    assert [tokens_of(rig.step()) for _ in range(4)] == [{1: 8}, {0: 8}, {1: 8}, {0: 8}]
+    rig.run()
+
+
+def test_what_comes_before_a_new_sequence() -> None:
+    rig = Rig(max_num_seqs=2, max_num_batched_tokens=8)
+    rig.add([1, 2, 3], max_tokens=8)
+    running = rig.add(list(range(100, 120)))
+    assert tokens_of(rig.step()) == {0: 3, 1: 5}
+    short, long = rig.add([7, 8]), rig.add(list(range(200, 240)))
+    rig.add([9], tenant="other")
+    new = Sequence(99, NAMESPACE, list(range(300, 320)), 8)
+    assert rig.scheduler.ahead_of(new) == [(running, 5, False), (short, 0, True)]
+    longer = Sequence(99, NAMESPACE, list(range(300, 350)), 8)
+    assert rig.scheduler.ahead_of(longer) == [(running, 5, False), (short, 0, True), (long, 0, True)]
 
 
 def test_the_youngest_is_preempted_and_all_end() -> None:
