@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Steps remembered for the prefill estimate, of each order of size: few enough to follow a change. A long run of short
-# steps, as decoding is, does not push out what is known of long ones.
-NUM_STEPS = 16
+# Steps remembered for the prefill estimate: enough to see different lengths, few enough to follow a change. A long run
+# of short ones, as decoding is, does not push out what is known of prompts.
+NUM_LONG_STEPS, NUM_SHORT_STEPS = 48, 16
+LONG_TOKENS = 16
 # A step is believed to say something about longer ones, too, from this many tokens on; and how many such it takes.
 TELLING_TOKENS, MIN_TELLING = 256, 3
 # Weight of a new transfer in its tier's estimate.
@@ -32,28 +33,28 @@ class PrefillEstimate:
     """
 
     def __init__(self) -> None:
-        self._steps: dict[int, deque[tuple[float, float, float]]] = {}  # by the length of their size in bits
+        self._long: deque[tuple[float, float, float]] = deque(maxlen=NUM_LONG_STEPS)
+        self._short: deque[tuple[float, float, float]] = deque(maxlen=NUM_SHORT_STEPS)
         self._weights: tuple[float, float, float] | None = None
 
     @property
     def is_known(self) -> bool:
         """Whether any step has been seen."""
-        return bool(self._steps)
+        return bool(self._long or self._short)
 
     def observe(self, num_tokens: int, pairs: float, seconds: float) -> None:
         """Note one step: its new tokens, the (query, key) pairs they attended to, and how long it took."""
-        size = num_tokens.bit_length()
-        self._steps.setdefault(size, deque(maxlen=NUM_STEPS)).append((num_tokens, pairs, seconds))
+        (self._long if num_tokens >= LONG_TOKENS else self._short).append((num_tokens, pairs, seconds))
         self._weights = None
 
     def is_sure_of(self, num_tokens: int) -> bool:
-        """Whether enough steps of that order of size have been seen to refuse something because of it."""
-        size = min(num_tokens, TELLING_TOKENS).bit_length()
-        return sum(len(steps) for other, steps in self._steps.items() if other >= size) >= MIN_TELLING
+        """Whether enough steps have been seen that were not much shorter, to refuse something because of it."""
+        enough = min(num_tokens, TELLING_TOKENS) / 2
+        return sum(step[0] >= enough for step in (*self._long, *self._short)) >= MIN_TELLING
 
     def seconds(self, num_tokens: int, context_len: int) -> float:
         """Estimate a prefill of `num_tokens` behind `context_len` tokens; 0 while nothing has been measured."""
-        if num_tokens <= 0 or not self._steps:
+        if num_tokens <= 0 or not self.is_known:
             return 0.0
         if self._weights is None:
             self._weights = self._fit()
@@ -61,7 +62,7 @@ class PrefillEstimate:
         return fixed + per_token * num_tokens + per_pair * attention_pairs(num_tokens, context_len)
 
     def _fit(self) -> tuple[float, float, float]:
-        steps = np.array([step for steps in self._steps.values() for step in steps])
+        steps = np.array((*self._long, *self._short))
         seconds = steps[:, 2]
         features = np.column_stack((np.ones(len(steps)), steps[:, 0], steps[:, 1]))
         # every row divided by its own time: relative errors count, so short steps are not drowned by long ones

@@ -35,7 +35,8 @@ class InferenceStub:
     one step of the engine.
 
     Status codes: INVALID_ARGUMENT (the message starts with the name of the field that is wrong), RESOURCE_EXHAUSTED
-    (the queue is full; trailing metadata `grpc-retry-pushback-ms` says when to try again), UNAVAILABLE (the server is
+    (the queue is full, or too long for the call's deadline; trailing metadata `grpc-retry-pushback-ms` says when to try
+    again, where that helps), UNAVAILABLE (the server is
     starting, stopping or stuck; another replica may answer), UNAUTHENTICATED (the server wants an API key as metadata,
     `authorization: Bearer KEY`), INTERNAL (a fault of the server), CANCELLED and
     DEADLINE_EXCEEDED as usual. Trailing metadata `x-request-id` names the request in the server's log.
@@ -66,7 +67,8 @@ class InferenceAsyncStub(InferenceStub):
     one step of the engine.
 
     Status codes: INVALID_ARGUMENT (the message starts with the name of the field that is wrong), RESOURCE_EXHAUSTED
-    (the queue is full; trailing metadata `grpc-retry-pushback-ms` says when to try again), UNAVAILABLE (the server is
+    (the queue is full, or too long for the call's deadline; trailing metadata `grpc-retry-pushback-ms` says when to try
+    again, where that helps), UNAVAILABLE (the server is
     starting, stopping or stuck; another replica may answer), UNAUTHENTICATED (the server wants an API key as metadata,
     `authorization: Bearer KEY`), INTERNAL (a fault of the server), CANCELLED and
     DEADLINE_EXCEEDED as usual. Trailing metadata `x-request-id` names the request in the server's log.
@@ -93,7 +95,8 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
     one step of the engine.
 
     Status codes: INVALID_ARGUMENT (the message starts with the name of the field that is wrong), RESOURCE_EXHAUSTED
-    (the queue is full; trailing metadata `grpc-retry-pushback-ms` says when to try again), UNAVAILABLE (the server is
+    (the queue is full, or too long for the call's deadline; trailing metadata `grpc-retry-pushback-ms` says when to try
+    again, where that helps), UNAVAILABLE (the server is
     starting, stopping or stuck; another replica may answer), UNAUTHENTICATED (the server wants an API key as metadata,
     `authorization: Bearer KEY`), INTERNAL (a fault of the server), CANCELLED and
     DEADLINE_EXCEEDED as usual. Trailing metadata `x-request-id` names the request in the server's log.
