@@ -98,7 +98,7 @@ def check_deadline(left_s: float, own_s: float, ahead: Iterable[Ahead], pace: Pa
 
     Args:
         left_s: Until its deadline.
-        own_s: What its prompt takes.
+        own_s: What takes the part of its prompt that nobody else computes.
         ahead: What is computed first.
         pace: Of the queue.
         now_s: The time.

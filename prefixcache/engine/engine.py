@@ -382,7 +382,7 @@ class Engine:
     def _check_deadline(self, sequence: Sequence, deadline_s: float) -> None:
         """Refuse what cannot be in time; raises DeadlinePassed or Overloaded."""
         now_s = time.monotonic()
-        num_known = self._scheduler.num_known_tokens(sequence)
+        num_known = self._scheduler.num_coming_tokens(sequence)
         own_s = self._cache.seconds_to_have(len(sequence.token_ids) - num_known, num_known)
         page_bytes = self._cache.page_size * BYTES_PER_TOKEN
         ahead = [

@@ -111,6 +111,12 @@ class Scheduler:
             sequence.known_tokens = (self._cache.version, known)
         return known
 
+    def num_coming_tokens(self, sequence: Sequence) -> int:
+        """Count the leading tokens that others compute anyway or have computed, of a sequence not added yet."""
+        others = [other for other in self._running if not other.is_decoding] + self._waiting if sequence.reuse else []
+        shared = max((sequence.num_key_tokens_shared(other) for other in others), default=0)
+        return max(self.num_known_tokens(sequence), min(shared, len(sequence.token_ids) - 1))
+
     def ahead_of(self, sequence: Sequence) -> list[tuple[Sequence, int, bool]]:
         """List what is computed before a sequence that is not added yet: those still at their prompt, not longer.
 

@@ -176,6 +176,23 @@ def test_what_comes_before_a_new_sequence() -> None:
     assert rig.scheduler.ahead_of(longer) == [(running, 5, False), (short, 0, True), (long, 0, True)]
 
 
+def test_what_others_compute_anyway_is_no_work_of_ones_own() -> None:
+    rig = Rig(max_num_seqs=1, max_num_batched_tokens=8)
+    rig.add(list(range(100, 140)))
+    rig.step()
+    rig.add([*range(200, 220), 1])
+
+    def coming(tokens: list[int], namespace: Namespace = NAMESPACE) -> int:
+        return rig.scheduler.num_coming_tokens(Sequence(99, namespace, tokens, 8))
+
+    assert coming([*range(100, 130), 7, 7]) == 30  # runs
+    assert coming([*range(200, 220), 2]) == 20  # waits
+    assert coming(list(range(200, 220))) == 19  # the last one is run in any case
+    assert coming(list(range(100, 106))) == 5
+    assert coming(list(range(300, 320))) == 0
+    assert coming([*range(100, 130), 7, 7], Namespace(salt="other")) == 0
+
+
 def test_the_youngest_is_preempted_and_all_end() -> None:
     rig = Rig(num_pages=10, max_num_seqs=4, max_num_batched_tokens=64)
     sequences = [rig.add([100 * n + i for i in range(8)], max_tokens=20) for n in range(4)]
