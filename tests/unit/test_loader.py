@@ -97,6 +97,14 @@ def test_a_weight_without_a_place_is_never_dropped(folder: Path, tmp_path: Path)
         load(folder, tmp_path)
 
 
+def test_pickled_weights_are_not_read(folder: Path, tmp_path: Path) -> None:
+    weights = folder / "model.safetensors"
+    torch.save(load_file(weights), folder / "pytorch_model.bin")
+    weights.unlink()
+    with pytest.raises(ModelError, match=r"Cannot load the model .*safetensors"):
+        load(folder, tmp_path)
+
+
 def test_damaged_folders(folder: Path, tmp_path: Path) -> None:
     weights = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(weights[:1000])
