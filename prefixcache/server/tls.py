@@ -35,7 +35,9 @@ class ServerCertificates:
     def credentials(self) -> grpc.ServerCredentials:
         """Return what the port is opened with; clients need a certificate where `client_ca` is given."""
         return grpc.dynamic_ssl_server_credentials(
-            self._configuration, self._changed_configuration, require_client_authentication=self._client_ca is not None
+            self._configuration,
+            self._changed_configuration,  # type: ignore[arg-type]  # its stubs do not know that None means no change
+            require_client_authentication=self._client_ca is not None,
         )
 
     def _changed_configuration(self) -> grpc.ServerCertificateConfiguration | None:
