@@ -1,1 +1,1 @@
-"""Long runs against whole topologies; `prefixcache bench` measures one server."""
+"""Runs against whole topologies, models of them, and plots for the docs; `prefixcache bench` measures one server."""
