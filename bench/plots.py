@@ -11,9 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 PANEL_INCHES = (3.6, 2.9)
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 STYLE: dict[str, Any] = {
     "axes.grid": True,
-    "axes.prop_cycle": cycler(color=["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00"]),
+    "axes.prop_cycle": cycler(color=COLORS),
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.titlesize": 10,
@@ -29,10 +30,10 @@ STYLE: dict[str, Any] = {
 
 
 def panels(num_columns: int, num_rows: int = 1) -> tuple[Figure, list[Axes]]:
-    """Make a figure of equal panels, in reading order."""
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(num_columns * PANEL_INCHES[0], num_rows * PANEL_INCHES[1]), layout="constrained")
-        return figure, list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
+    """Make a figure of equal panels, in reading order. Sets matplotlib's style for the whole process."""
+    mpl.rcParams.update(STYLE)
+    figure = Figure(figsize=(num_columns * PANEL_INCHES[0], num_rows * PANEL_INCHES[1]), layout="constrained")
+    return figure, list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -40,5 +41,4 @@ def save(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     for axis in figure.axes:
         axis.minorticks_off()  # half of the file, and nobody reads them
-    with mpl.rc_context(STYLE):
-        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+    figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})

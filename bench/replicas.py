@@ -25,7 +25,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from bench.fleet_model import Fleet, Outcome, at_load, read_trace, replay, work_s
-from bench.plots import panels, save
+from bench.plots import COLORS, panels, save
 from bench.replica_model import Request, ServiceTimes
 from bench.routing_model import ByEvents, PrefixHash, RoundRobin, Route
 
@@ -109,11 +109,11 @@ def plot(rows: list[dict[str, Any]], fast_rows: list[dict[str, Any]], store_mb_p
         axis.set_xlabel("replicas")
     _lines(axes[0], rows, "hit rate, of all prompt tokens", lambda row: row["device_hit_rate"] + row["store_hit_rate"])
     axes[0].set_ylim(bottom=0)
-    axes[0].legend(title="solid: with Redis, dotted: without")
     for axis, percent in ((axes[1], 50), (axes[2], 90)):
         title = f"TTFT, {'median' if percent == 50 else '90th percentile'}, s"
         _lines(axis, rows, title, itemgetter(f"ttft_p{percent}_s"))
-        axis.set_yscale("log")
+        axis.set_ylim(bottom=0)
+    axes[1].legend(title="solid: with Redis, dotted: without")
     axis = axes[3]
     axis.set_title("Redis, read + written, MB/s")
     speedup = fast_rows[0]["speedup"]
@@ -125,7 +125,8 @@ def plot(rows: list[dict[str, Any]], fast_rows: list[dict[str, Any]], store_mb_p
         axis.plot([row["replicas"] for row in own], mb_per_s, marker="o", label=label)
     axis.axhline(store_mb_per_s, color="black", linestyle="--", label="most that one Redis gives")
     axis.set_yscale("log")
-    axis.legend()
+    axis.set_ylim(bottom=0.03)  # room for the legend
+    axis.legend(loc="lower right")
     save(figure, path)
 
 
@@ -138,7 +139,7 @@ def _lines(axis: Axes, rows: list[dict[str, Any]], title: str, value: Callable[[
                 [row["replicas"] for row in own],
                 [value(row) for row in own],
                 marker="o",
-                color=f"C{index}",
+                color=COLORS[index],
                 linestyle="-" if with_store else ":",
                 label=route if with_store else None,
             )
