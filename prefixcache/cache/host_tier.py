@@ -30,6 +30,8 @@ class HostTier:
         self._pool = pool
         self._device_pool = device_pool
         self._metrics = metrics
+        metrics.saved(Tier.HOST, 0)  # so that the series exist from the start
+        metrics.loaded(Tier.HOST, 0)
         self._page_at: OrderedDict[bytes, int] = OrderedDict()  # proof -> page, least recently used first
 
     @property
