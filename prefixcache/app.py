@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -38,13 +39,17 @@ from prefixcache.model.loader import LoadedModel, load_model
 from prefixcache.model.spec import DecoderSpec
 from prefixcache.model.tokenizer import Tokenizer
 from prefixcache.server.api_keys import ApiKeys, read_keys
+from prefixcache.server.event_log import EventLog
 from prefixcache.server.grpc_server import build_grpc_server, listen
 from prefixcache.server.health import HealthMonitor, Readiness
 from prefixcache.server.http_endpoint import HttpEndpoint, serve_http
+from prefixcache.server.intake import Intake
 from prefixcache.server.interceptors import CallInterceptor
 from prefixcache.server.servicer import InferenceServicer
+from prefixcache.server.servicer_vllm import VllmServicer
 from prefixcache.server.stream import dispatch
 from prefixcache.server.tls import ServerCertificates
+from prefixcache.tree.events import PageEvent, PageJournal
 from prefixcache.tree.eviction import LeastRecentlyUsed
 from prefixcache.tree.radix import RadixTree
 
@@ -141,7 +146,7 @@ def build_runner(served: ServedModel) -> tuple[Runner, PrefixCache]:
 
 
 def build_engine(
-    served: ServedModel, settings: Settings, metrics: Metrics, publish: Publish
+    served: ServedModel, settings: Settings, metrics: Metrics, publish: Publish, journal: PageJournal
 ) -> tuple[Engine, storage.Storage]:
     """Puts the engine and the tiers together; the engine's thread is not started yet.
 
@@ -159,6 +164,7 @@ def build_engine(
         tiers.host,
         tiers.mover,
         served.fingerprint,
+        journal,
     )
     engine = Engine(
         runner=Runner(served.decoder, pool),
@@ -228,6 +234,9 @@ class Server:
     """One running server: engine, gRPC and health together. Event loop only.
 
     Attributes:
+        engine: Runs the requests.
+        health: What the health service says, and why.
+        events: What subscribers are told of the cache.
         port: Where gRPC listens, once `start` has returned.
     """
 
@@ -243,16 +252,26 @@ class Server:
         metrics.page_bytes.set(served.plan.layout.bytes_per_page)
         self.port = 0
         self._settings = settings
-        self.engine, self._storage = build_engine(served, settings, metrics, publish)
+        # above all numbers that an earlier process can have used, so that no subscriber mistakes one for the other
+        first_sequence = time.time_ns() // 1000
+        self.events = EventLog(first_sequence)
+
+        def publish_events(sequence: int, batch: list[PageEvent]) -> None:
+            loop.call_soon_threadsafe(self.events.append, sequence, batch)
+
+        journal = PageJournal(first_sequence, publish_events)
+        self.engine, self._storage = build_engine(served, settings, metrics, publish, journal)
         _log.info("tiers below the device: %s", self._storage.describe())
-        self._health = HealthMonitor(self.engine, settings.stall_timeout_s, readiness)
+        self.health = HealthMonitor(self.engine, settings.stall_timeout_s, readiness)
         self._calls = CallInterceptor(metrics, None if settings.api_keys is None else ApiKeys(settings.api_keys))
-        self._servicer = InferenceServicer(
-            self.engine, served.tokenizer, model_info(served, self.engine), settings.max_message_bytes
-        )
+        self._intake = Intake(self.engine, served.tokenizer)
+        info = model_info(served, self.engine)
         self._grpc = build_grpc_server(
-            self._servicer,
-            self._health,
+            InferenceServicer(self._intake, served.tokenizer, info, settings.max_message_bytes),
+            VllmServicer(
+                self.engine, self._intake, served.tokenizer, self.health, self.events, info, settings.max_num_seqs
+            ),
+            self.health,
             self._calls,
             max_message_bytes=settings.max_message_bytes,
             max_concurrent_streams=settings.max_queue + settings.max_num_seqs + SPARE_STREAMS,
@@ -263,26 +282,27 @@ class Server:
         certificates = server_certificates(self._settings)
         self.port = listen(self._grpc, self._settings.host, self._settings.port, certificates)
         self.engine.start()
-        await self._health.check()
+        await self.health.check()
         await self._grpc.start()
 
     async def run_until(self, stopping: asyncio.Event) -> None:
         """Serves until `stopping` is set or the engine has failed, then stops in order."""
-        watching = asyncio.create_task(self._health.watch())
+        watching = asyncio.create_task(self.health.watch())
         waiting = asyncio.create_task(stopping.wait())
         await asyncio.wait({watching, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if stopping.is_set():
             await self._drain()
+        self.events.close()
         await self._grpc.stop(LAST_WRITES_S)
         for task in (watching, waiting):
             task.cancel()
         await asyncio.to_thread(self.engine.stop, ENGINE_STOP_S)
         await asyncio.to_thread(self._storage.close)
-        self._servicer.close()
+        self._intake.close()
 
     async def _drain(self) -> None:
         """Turns away what is new, lets open calls finish, and after `grace_s` ends what is left."""
-        await self._health.stop_serving()
+        await self.health.stop_serving()
         self.engine.drain()
         _log.info("draining: %d open calls, up to %g s", self._calls.num_open, self._settings.grace_s)
         try:

@@ -42,6 +42,22 @@ class DeadlinePassed(PrefixCacheError):
     """The request's deadline has passed before anything was computed for it."""
 
 
+class Aborted(PrefixCacheError):
+    """Somebody other than the call itself has asked for its end."""
+
+
+class Unsupported(PrefixCacheError):
+    """A call of a foreign protocol that this server has nothing behind; the message says why."""
+
+
+class CursorExpired(PrefixCacheError):
+    """A subscriber's last batch of events is not remembered; it must begin with a snapshot."""
+
+
+class EventsLost(PrefixCacheError):
+    """A subscriber is too slow: events that it has not read yet are forgotten; it must begin with a snapshot."""
+
+
 class NotServing(PrefixCacheError):
     """The engine is starting, draining, stuck or gone; another replica may answer."""
 

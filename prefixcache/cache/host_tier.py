@@ -69,6 +69,13 @@ class HostTier:
         self._metrics.loaded(Tier.HOST, found * self._pool.page_bytes)
         return found
 
+    def clear(self) -> int:
+        """Drop all that is held; return how many pages that was."""
+        pages = list(self._page_at.values())
+        self._page_at.clear()
+        self._pool.free(pages)
+        return len(pages)
+
     def _allocate(self) -> int:
         pages = self._pool.try_allocate(1)
         if pages is None:

@@ -19,11 +19,13 @@ from prefixcache.cache.mover import TierMover
 from prefixcache.cache.planner import PrefillEstimate, attention_pairs
 from prefixcache.cache.tiers import Load, Search
 from prefixcache.kv.page_pool import PagePool
-from prefixcache.request import Namespace, Tier
+from prefixcache.request import DEFAULT_NAMESPACE, Namespace, Tier
+from prefixcache.tree.contents import contents, name_pages
+from prefixcache.tree.events import PageEvent, PageJournal
 from prefixcache.tree.hashing import DigestChain
 from prefixcache.tree.lease import Lease
 from prefixcache.tree.node import BYTES_PER_TOKEN, Node, PageDigest
-from prefixcache.tree.radix import Match, RadixTree
+from prefixcache.tree.radix import Evicted, Match, RadixTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,23 @@ class PageCounts:
     free: int
     cached: int
     in_use: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All that is published at one moment, and the number of the last batch of events before it."""
+
+    sequence: int
+    events: list[PageEvent]
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """What a flush gave up, and what it had to leave because running sequences use it."""
+
+    num_device_pages: int
+    num_host_pages: int
+    num_pages_in_use: int
 
 
 class PrefixCache:
@@ -48,6 +67,7 @@ class PrefixCache:
         host: Keeps what the device has to give up; None for none.
         mover: Reaches the stores; None where there are none.
         fingerprint: Names the model and the layout of its K/V outside the process.
+        journal: Told what is published and what is given up; None where nobody will ever want to know.
     """
 
     def __init__(
@@ -58,7 +78,9 @@ class PrefixCache:
         host: HostTier | None = None,
         mover: TierMover | None = None,
         fingerprint: bytes = b"",
+        journal: PageJournal | None = None,
     ) -> None:
+        self._journal = journal or PageJournal(0, lambda sequence, events: None)
         self._host = host
         self._mover = mover
         self._own_prefill = PrefillEstimate()
@@ -199,6 +221,9 @@ class PrefixCache:
             digests = self._digests(lease, key, start, num_whole)
             lease.node, freed = self._tree.extend(lease.node, run, lease.page_table[start:num_whole], digests)
             self._pool.free(freed)
+            if digests and lease.chain is not None and lease.namespace is not None:
+                parent = lease.chain.digests[start - 1] if start else None
+                self._journal.stored(lease.namespace, parent, digests, run)
             lease.num_shared_pages = num_whole
             self._num_private_pages -= num_whole - start
 
@@ -245,7 +270,20 @@ class PrefixCache:
 
     def drop(self, namespace: Namespace) -> None:
         """Forget all that a namespace holds and no lease uses."""
-        self._pool.free(self._tree.drop(namespace))
+        self._give_up(self._tree.drop(namespace))
+
+    def flush(self) -> Flushed:
+        """Forget all that this process holds and no lease uses, in host memory too.
+
+        What disk and Redis hold stays: it outlives processes, others may use it, and it is verified when it is read.
+        """
+        num_pages = self._tree.num_pages
+        for namespace in self._tree.namespaces():
+            self.drop(namespace)
+        num_host_pages = 0 if self._host is None else self._host.clear()
+        if self._journal.is_recording:
+            self._journal.replace(contents(self._tree))
+        return Flushed(num_pages - self._tree.num_pages, num_host_pages, self.page_counts().in_use)
 
     def note_step(self, prefills: list[tuple[int, int]], seconds: float) -> None:
         """Learn how long a step took: of each sequence its new tokens, and all its computed tokens after them."""
@@ -267,6 +305,24 @@ class PrefixCache:
     def _prefill(self) -> PrefillEstimate:
         return self._own_prefill if self._mover is None else self._mover.prefill
 
+    # --- events ------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """List what the default namespace has on the device; from now on all changes of that are published.
+
+        The first call names every page that is there, where no tier has asked for that before.
+        """
+        if not self._journal.is_recording:
+            if not self._names_all_pages:
+                name_pages(self._tree, self._fingerprint)
+            self._journal.start()
+        self._journal.flush()
+        return Snapshot(self._journal.sequence, contents(self._tree))
+
+    def publish_events(self) -> None:
+        """Publish what has changed since the last call."""
+        self._journal.flush()
+
     # --- inspection --------------------------------------------------------------------------------------------
 
     def page_counts(self) -> PageCounts:
@@ -274,6 +330,12 @@ class PrefixCache:
         return PageCounts(
             free=self._pool.num_free, cached=self._tree.num_pages - pinned, in_use=pinned + self._num_private_pages
         )
+
+    @property
+    def num_bound_pages(self) -> int:
+        """Pages that running sequences need. Those that only wait to be written can be given up. Any thread."""
+        num_saved = 0 if self._mover is None else self._mover.num_pinned_pages
+        return max(self._num_private_pages, self.page_counts().in_use - num_saved)
 
     @property
     def host(self) -> HostTier | None:
@@ -311,10 +373,18 @@ class PrefixCache:
         if search is not None and self._mover is not None:
             lease.load = self._mover.start_load(search, lease, key, lease.num_cached_tokens)
 
+    @property
+    def _names_all_pages(self) -> bool:
+        """Whether a tier below may ask for any page by its name."""
+        return self._mover is not None or self._host is not None
+
     def _digests(self, lease: Lease, key: bytes, start: int, end: int) -> list[PageDigest]:
         """Name pages [start, end) of `key`; nothing where no tier could ask for them."""
         if lease.chain is None:
-            if (self._mover is None and self._host is None) or lease.namespace is None or lease.namespace.private_id:
+            if lease.namespace is None or lease.namespace.private_id:
+                return []
+            is_followed = self._journal.is_recording and lease.namespace == DEFAULT_NAMESPACE
+            if not (self._names_all_pages or is_followed):
                 return []
             lease.chain = DigestChain(self._fingerprint, lease.namespace, self._page_size)
         lease.chain.extend(key[: end * self._page_bytes])
@@ -414,8 +484,13 @@ class PrefixCache:
                 self.num_evicted_pages += len(evicted.pages)
                 if self._host is not None and evicted.digests:
                     self._host.put(evicted.pages, evicted.digests)
-                self._pool.free(evicted.pages)
+                self._give_up([evicted])
         return self._pool.try_allocate(num_pages, after)
+
+    def _give_up(self, evicted: list[Evicted]) -> None:
+        for each in evicted:
+            self._journal.removed(each)
+            self._pool.free(each.pages)
 
     def _adopt_published(self, lease: Lease, key: bytes) -> None:
         """Move the lease onto whole pages of `key` that are in the tree already, below its node."""

@@ -13,8 +13,10 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
 
 import torch
 
@@ -37,6 +39,7 @@ log = logging.getLogger(__name__)
 News = tuple[DeltaSink, Delta | PrefixCacheError]
 Publish = Callable[[list[News]], None]
 Inbox = SimpleQueue["OpenRequest | Callable[[], None]"]
+_T = TypeVar("_T")
 
 # How often an idle engine comes round, so that its heartbeat stays fresh.
 IDLE_S = 0.25
@@ -56,6 +59,29 @@ class EngineLimits:
     num_pages: int
     max_queue: int
     max_tenant_queue: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """How busy the engine is at one moment, and what it has done since its start.
+
+    Attributes:
+        num_running_requests: Requests of which something is being computed.
+        num_waiting_requests: Requests that have not begun.
+        num_waiting_tokens: Prompt tokens of those, known ones included.
+        usage: Share of the pages that can't be given up now. Cached pages that nobody uses don't count.
+        num_generated_tokens: Tokens sampled.
+        num_prompt_tokens: Prompt tokens of requests that have got as far as their first token.
+        num_cached_tokens: How many of those needed no computing.
+    """
+
+    num_running_requests: int
+    num_waiting_requests: int
+    num_waiting_tokens: int
+    usage: float
+    num_generated_tokens: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
 
 
 class Engine:
@@ -105,6 +131,8 @@ class Engine:
         self._failure: EngineFailed | None = None
         self._num_evicted_pages = 0
         self._num_evicted_host_pages = 0
+        self._calls: dict[Future[Any], None] = {}  # put into the inbox and not answered yet
+        self._num_generated_tokens = self._num_prompt_tokens = self._num_cached_tokens = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # --- any thread --------------------------------------------------------------------------------------------
@@ -142,6 +170,40 @@ class Engine:
         """Stop working on a request, at the latest after the step that runs now. Any thread; harmless after its end."""
         if handle in self._open:
             self._inbox.put(lambda: self._abort(handle))
+
+    def call(self, work: Callable[[PrefixCache], _T]) -> Future[_T]:
+        """Run `work` on the engine thread, between two steps. Any thread.
+
+        The future ends with NotServing or EngineFailed where the engine ends first.
+        """
+        answer: Future[_T] = Future()
+
+        def run() -> None:
+            if self._calls.pop(answer, True) is None and answer.set_running_or_notify_cancel():
+                try:
+                    answer.set_result(work(self._cache))
+                except BaseException as error:
+                    answer.set_exception(error)
+                    raise
+
+        self._calls[answer] = None
+        self._inbox.put(run)
+        if self._has_ended:
+            self._end_calls(self._failure or NotServing("the server is shutting down"))
+        return answer
+
+    def load(self) -> EngineLoad:
+        """Tell how busy it is. Any thread; the numbers may be a step apart from each other."""
+        waiting = [handle for handle in list(self._open) if handle.admitted_s is None]
+        return EngineLoad(
+            num_running_requests=len(self._open) - len(waiting),
+            num_waiting_requests=len(waiting),
+            num_waiting_tokens=sum(len(handle.request.prompt_token_ids) for handle in waiting),
+            usage=self._cache.num_bound_pages / self.limits.num_pages,
+            num_generated_tokens=self._num_generated_tokens,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+        )
 
     def drain(self) -> None:
         """Refuse new requests from now on. Any thread."""
@@ -192,6 +254,7 @@ class Engine:
                 self._take_messages()
                 if self._scheduler.has_work:
                     self._step()
+                self._cache.publish_events()
                 self._note_state()
             self._end_all(NotServing("the server is shutting down"))
         except Exception as error:  # the edge: whatever it is, no stream may be left hanging
@@ -289,6 +352,7 @@ class Engine:
             delta = self._accept(handle, sample, token_ids[row], now_s)
             items.append((handle.sink, replace(delta, logprobs=logprobs[row], prompt_logprobs=tuple(pieces))))
         self._metrics.generated_tokens.inc(len(items))
+        self._num_generated_tokens += len(items)
         self._publish(items)
 
     def _accept(self, handle: OpenRequest, sample: Sample, token_id: int, now_s: float) -> Delta:
@@ -372,8 +436,12 @@ class Engine:
             )
             detokenizer = Detokenizer(self._tokenizer, params.skip_special_tokens, params.stop)
             sample = Sample(index, sequence, state, detokenizer)
-            if index == 0 and sequence.reuse:  # the other samples wait for the first one's prefix anyway
+            if index == 0 and sequence.reuse:
                 sequence.search = self._cache.search(namespace, sequence.prompt_key)
+            elif (
+                index
+            ):  # the others wait for the same answer, so that the first one runs first and counts what it finds
+                sequence.search = handle.samples[0].sequence.search
             handle.samples.append(sample)
             self._samples[sequence] = handle, sample
             self._scheduler.add(sequence)
@@ -426,6 +494,13 @@ class Engine:
         for handle in handles:
             self._open.pop(handle, None)
         self._publish([(handle.sink, error) for handle in handles])
+        self._end_calls(error)
+
+    def _end_calls(self, error: PrefixCacheError) -> None:
+        while self._calls:
+            answer, _ = self._calls.popitem()
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(error)
 
     # --- bookkeeping -------------------------------------------------------------------------------------------
 
@@ -444,6 +519,8 @@ class Engine:
             self._metrics.ttft_seconds[_hit_kind(handle)].observe(now_s - handle.arrived_s)
             usage = handle.usage()
             self._metrics.prompt_tokens.inc(usage.prompt_tokens)
+            self._num_prompt_tokens += usage.prompt_tokens
+            self._num_cached_tokens += usage.cached_tokens
             for tier, num_tokens in usage.cached_tokens_by_tier.items():
                 self._metrics.cached_tokens[tier].inc(num_tokens)
         if sample.sequence.num_output_tokens:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import jinja2
@@ -84,6 +86,12 @@ class Tokenizer:
     def digest(self) -> bytes:
         """Return 32 bytes that stand for how text becomes ids. Takes a moment: the whole tokenizer is serialised."""
         return tokenizer_digest(self._chat_tokenizer)
+
+    def files(self) -> dict[str, bytes]:
+        """Return the tokenizer as the files that others can load it from, by name. Takes a moment."""
+        with TemporaryDirectory() as folder:
+            self._chat_tokenizer.save_pretrained(folder)
+            return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of some tokens; bytes that are no UTF-8 become U+FFFD, unknown ids nothing."""

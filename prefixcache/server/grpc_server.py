@@ -6,12 +6,14 @@ import grpc
 from grpc.aio import Server
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from prefixcache._pb.prefixcache.v1 import inference_pb2, inference_pb2_grpc
 from prefixcache.errors import ConfigError
 from prefixcache.server.health import HealthMonitor
 from prefixcache.server.interceptors import CallInterceptor
 from prefixcache.server.servicer import InferenceServicer
+from prefixcache.server.servicer_vllm import VllmServicer
 from prefixcache.server.tls import ServerCertificates
 
 # Clients may ping every 10 s, also between calls. gRPC closes connections that ping more often than allowed three
@@ -24,6 +26,7 @@ SERVER_PING_TIMEOUT_MS = 10_000
 
 def build_grpc_server(
     servicer: InferenceServicer,
+    vllm_servicer: VllmServicer,
     health: HealthMonitor,
     interceptor: CallInterceptor,
     *,
@@ -50,8 +53,9 @@ def build_grpc_server(
         ],
     )
     inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
+    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(vllm_servicer, server)
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
-    services = (inference_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR)
+    services = (inference_pb2.DESCRIPTOR, vllm_engine_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR)
     names = [service.full_name for file in services for service in file.services_by_name.values()]
     reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], server)
     return server

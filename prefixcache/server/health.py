@@ -13,7 +13,7 @@ from prefixcache.engine.engine import Engine
 from prefixcache.errors import EngineFailed, NotServing
 
 CHECK_INTERVAL_S = 0.1
-SERVICE_NAMES = ("", "prefixcache.v1.Inference")
+SERVICE_NAMES = ("", "prefixcache.v1.Inference", "vllm.grpc.engine.VllmEngine")
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +59,11 @@ class HealthMonitor:
         self._readiness = readiness
         self._is_serving: bool | None = None
         self._has_stopped = False
+
+    @property
+    def problem(self) -> str | None:
+        """Why no requests should be sent here; None if they should."""
+        return self._readiness.problem
 
     async def watch(self) -> EngineFailed:
         """Checks until the engine has failed, then returns why; health is NOT_SERVING from then on."""

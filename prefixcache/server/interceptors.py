@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 from grpc.aio import ServerInterceptor, ServicerContext
+from smg_grpc_proto import vllm_engine_pb2 as vllm
 
 from prefixcache._pb.prefixcache.v1 import inference_pb2 as pb
 from prefixcache.errors import InvalidRequest, PrefixCacheError, Unauthenticated
@@ -26,7 +27,9 @@ from prefixcache.server.convert import is_request_id
 from prefixcache.server.status import CANCELLED, DEADLINE_EXCEEDED, OK, Status, status_of
 
 REQUEST_ID_KEY = "x-request-id"
-SERVICE_PREFIX = "/prefixcache.v1."
+SERVICE_PREFIXES = ("/prefixcache.v1.", "/vllm.grpc.engine.")
+# What a gateway asks all the time, or keeps open for good: no lines in the log, and nothing that a drain waits for.
+BACKGROUND_METHODS = frozenset({"HealthCheck", "GetLoads", "SubscribeKvEvents"})
 DEADLINE_SLACK_S, DEADLINE_SLACK = 0.05, 0.02
 COUNTED_METHODS = frozenset({"Generate", "Complete"})
 
@@ -51,7 +54,7 @@ class Call:
             request = deserializer(payload)
         except DecodeError as error:
             raise InvalidRequest("request", "is not a valid message of this call's type") from error
-        if isinstance(request, pb.GenerateRequest):
+        if isinstance(request, pb.GenerateRequest | vllm.GenerateRequest):
             if is_request_id(request.request_id):
                 self.request_id = request.request_id
             elif not request.request_id:
@@ -62,6 +65,13 @@ class Call:
         """Remembers the token counts and timings of the answer, if this message has them."""
         if isinstance(response, pb.GenerateResponse | pb.CompleteResponse) and response.HasField("usage"):
             self.usage, self.timings = response.usage, response.timings
+        elif isinstance(response, vllm.GenerateResponse) and response.HasField("complete"):  # one for each sample
+            complete, so_far = response.complete, self.usage.completion_tokens if self.usage else 0
+            self.usage = pb.Usage(
+                prompt_tokens=complete.prompt_tokens,
+                cached_tokens=complete.cached_tokens,
+                completion_tokens=so_far + complete.completion_tokens,
+            )
 
 
 class CallInterceptor(ServerInterceptor):  # type: ignore[type-arg]  # generic only in its type stubs
@@ -72,7 +82,8 @@ class CallInterceptor(ServerInterceptor):  # type: ignore[type-arg]  # generic o
         keys: Known API keys; None to let everyone in.
 
     Attributes:
-        num_open: Calls that have not ended yet, including what is still to be written to their clients.
+        num_open: Calls that have not ended yet, including what is still to be written to their clients; without those
+            in the background.
     """
 
     def __init__(self, metrics: Metrics, keys: ApiKeys | None = None) -> None:
@@ -92,7 +103,7 @@ class CallInterceptor(ServerInterceptor):  # type: ignore[type-arg]  # generic o
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
         handler = await continuation(handler_call_details)
-        if handler is None or not handler_call_details.method.startswith(SERVICE_PREFIX):
+        if handler is None or not handler_call_details.method.startswith(SERVICE_PREFIXES):
             return handler
         method = handler_call_details.method.rpartition("/")[2]
         try:
@@ -144,8 +155,10 @@ class CallInterceptor(ServerInterceptor):  # type: ignore[type-arg]  # generic o
         call = Call(method, tenant, context)
         TENANT.set(tenant)  # of this task, which serves this call alone
         status = OK
-        self.num_open += 1
-        self._idle.clear()
+        is_background = method in BACKGROUND_METHODS
+        if not is_background:
+            self.num_open += 1
+            self._idle.clear()
         try:
             yield call
         except asyncio.CancelledError:
@@ -156,10 +169,11 @@ class CallInterceptor(ServerInterceptor):  # type: ignore[type-arg]  # generic o
             if not isinstance(error, PrefixCacheError):
                 _log.exception("unexpected error, id=%s", call.request_id)
         finally:
-            self.num_open -= 1
-            if self.num_open == 0:
-                self._idle.set()
-            self._finish(call, status)
+            if not is_background:
+                self.num_open -= 1
+                if self.num_open == 0:
+                    self._idle.set()
+                self._finish(call, status)
         metadata = ((REQUEST_ID_KEY, call.request_id), *status.metadata)
         if status is not OK:
             await context.abort(status.code, status.message, metadata)

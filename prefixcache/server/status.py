@@ -7,13 +7,17 @@ from dataclasses import dataclass
 from grpc import StatusCode
 
 from prefixcache.errors import (
+    Aborted,
+    CursorExpired,
     DeadlinePassed,
     EngineFailed,
+    EventsLost,
     InvalidRequest,
     NotServing,
     Overloaded,
     PrefixCacheError,
     Unauthenticated,
+    Unsupported,
 )
 from prefixcache.metrics import Outcome
 
@@ -26,6 +30,10 @@ _TABLE: tuple[tuple[type[PrefixCacheError], StatusCode, Outcome], ...] = (
     (Overloaded, StatusCode.RESOURCE_EXHAUSTED, Outcome.OVERLOADED),
     (NotServing, StatusCode.UNAVAILABLE, Outcome.NOT_SERVING),
     (EngineFailed, StatusCode.INTERNAL, Outcome.FAILED),
+    (Aborted, StatusCode.CANCELLED, Outcome.CANCELLED),
+    (Unsupported, StatusCode.UNIMPLEMENTED, Outcome.INVALID),
+    (CursorExpired, StatusCode.OUT_OF_RANGE, Outcome.INVALID),
+    (EventsLost, StatusCode.DATA_LOSS, Outcome.FAILED),
 )
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
+from copy import copy
 
 from xxhash import xxh3_128_digest
 
@@ -54,9 +55,12 @@ class DigestChain:
         Args:
             key: All tokens of the sequence so far, as `token_key` encodes them; a started last page is left for later.
         """
+        self.append(key[len(self.digests) * self._page_bytes :])
+
+    def append(self, run: bytes) -> None:
+        """Hash the whole pages of `run`, which come next; a started last page is left out."""
         page_bytes = self._page_bytes
-        start = len(self.digests) * page_bytes
-        fresh = little_endian(key[start : len(key) - len(key) % page_bytes])
+        fresh = little_endian(run[: len(run) - len(run) % page_bytes])
         parent, history, digests = self._key, self._history, self.digests
         for offset in range(0, len(fresh), page_bytes):
             page = fresh[offset : offset + page_bytes]
@@ -65,6 +69,13 @@ class DigestChain:
             # PageDigest(…) would take as long as the hashing
             digests.append(tuple.__new__(PageDigest, (parent, history.digest())))
         self._key = parent
+
+    def branch(self) -> DigestChain:
+        """Return a chain of its own that goes on from here."""
+        branch = copy(self)
+        branch.digests = list(self.digests)
+        branch._history = self._history.copy()
+        return branch
 
 
 def namespace_digest(namespace: Namespace) -> bytes:

@@ -43,8 +43,9 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """Pages that left the tree, and what names them elsewhere (nothing for a partial page)."""
+    """Pages that left the tree, whose they were, and what names them elsewhere (nothing for a partial page)."""
 
+    namespace: Namespace
     pages: list[int]
     digests: list[PageDigest]
 
@@ -255,26 +256,26 @@ class RadixTree:
             if missing < len(node.pages):
                 evicted.append(self._cut_tail(node, missing))
             else:
-                evicted.append(Evicted(node.pages, node.digests))
+                evicted.append(Evicted(_root(node).namespace, node.pages, node.digests))
                 self._remove(node)
             num_evicted += len(evicted[-1].pages)
         return evicted
 
-    def drop(self, namespace: Namespace) -> list[int]:
-        """Forget every unpinned node of a namespace and return the freed page ids."""
-        freed: list[int] = []
+    def drop(self, namespace: Namespace) -> list[Evicted]:
+        """Forget every unpinned node of a namespace and return what that was."""
+        evicted: list[Evicted] = []
         root = self._roots.get(namespace)
         if root is not None:
             for node in reversed(list(_walk(root))):  # children before parents
                 if node.is_evictable:
-                    freed += node.pages
+                    evicted.append(Evicted(namespace, node.pages, node.digests))
                     self._remove(node)
-        return freed
+        return evicted
 
     def _cut_tail(self, node: Node, num_pages: int) -> Evicted:
         self.version += 1
         keep = len(node.pages) - num_pages
-        evicted = Evicted(node.pages[keep:], node.digests[keep:])
+        evicted = Evicted(_root(node).namespace, node.pages[keep:], node.digests[keep:])
         node.pages, node.digests = node.pages[:keep], node.digests[:keep]
         node.key = node.key[: keep * self._page_bytes]
         last = (keep, b"")
@@ -310,6 +311,15 @@ class RadixTree:
             runs.append(step.pages)
             step = step.parent
         return [page for run in reversed(runs) for page in run]
+
+    def namespaces(self) -> list[Namespace]:
+        """List those that hold anything."""
+        return list(self._roots)
+
+    def top_nodes(self, namespace: Namespace) -> list[Node]:
+        """List the nodes with which a namespace's prompts begin."""
+        root = self._roots.get(namespace)
+        return list(root.children.values()) if root is not None and root.children else []
 
     def nodes(self) -> Iterator[Node]:
         """Walk every node of every namespace, parents before children, roots included."""
@@ -352,6 +362,13 @@ class RadixTree:
             own = node.key[num_pages * self._page_bytes :]
             _, common = node.nearest_child(tail, 0, self._page_bytes)
             assert own.startswith(tail) or common == len(tail), "a final state without its K/V"
+
+
+def _root(node: Node) -> Root:
+    while node.parent is not None:
+        node = node.parent
+    assert isinstance(node, Root)
+    return node
 
 
 def _walk(root: Node) -> Iterator[Node]:

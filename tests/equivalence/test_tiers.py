@@ -219,3 +219,12 @@ def _pages(service: TieredService, tokens: list[int]) -> torch.Tensor:
     assert match.node is not None
     pages = service.tree.path_pages(match.node)[: len(tokens) // PAGE]
     return torch.cat([service.pool.kv[:, :, page * PAGE : (page + 1) * PAGE] for page in pages], dim=2)
+
+
+def test_samples_of_a_prompt_that_nobody_knows_report_nothing_as_cached(store: StoreSettings) -> None:
+    """The first sample asks the stores; the others must not compute the prompt meanwhile and then pass for a hit."""
+    _, settings = store
+    with TieredService(FAMILY, **settings) as service:
+        stream = service.run_one(greedy(Prompts(17).tokens(90), 3, num_samples=3))
+        assert service.num_prefilled_tokens == 90
+    assert stream.cached_tokens == 0

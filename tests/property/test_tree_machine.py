@@ -20,13 +20,16 @@ from prefixcache.cache.prefix_cache import PrefixCache
 from prefixcache.kv.layout import KVLayout
 from prefixcache.kv.page_pool import PagePool
 from prefixcache.request import Namespace
+from prefixcache.tree.events import PageEvent, PageJournal
 from prefixcache.tree.eviction import LeastRecentlyUsed
 from prefixcache.tree.lease import Lease
 from prefixcache.tree.node import BYTES_PER_TOKEN, Node, Root, token_key
 from prefixcache.tree.radix import RadixTree
+from tests.support.follower import Follower
 
 PAGE_SIZE = 4
 NUM_PAGES = 10
+FIRST_SEQUENCE = 100
 NAMESPACES = (Namespace(), Namespace(tenant="a"), Namespace(salt="a"))
 
 Tokens = tuple[int, ...]
@@ -64,7 +67,10 @@ class CacheMachine(RuleBasedStateMachine):
         super().__init__()
         self.tree = RadixTree(PAGE_SIZE, LeastRecentlyUsed())
         self.pool = PagePool(KVLayout(1, 1, 4, torch.float32, PAGE_SIZE), NUM_PAGES, torch.device("cpu"))
-        self.cache = PrefixCache(self.tree, self.pool)
+        self.batches: list[tuple[int, list[PageEvent]]] = []
+        journal = PageJournal(FIRST_SEQUENCE, lambda sequence, events: self.batches.append((sequence, events)))
+        self.cache = PrefixCache(self.tree, self.pool, journal=journal)
+        self.followers: list[Follower] = []
         self.held: list[Held] = []
         self.known: dict[Namespace, set[Tokens]] = {namespace: set() for namespace in NAMESPACES}
         self.sure_states: set[tuple[Namespace, Tokens]] = set()  # final states that nothing has evicted
@@ -309,6 +315,44 @@ class CacheMachine(RuleBasedStateMachine):
 
         assert found in {length, min(length, len(tokens) - 1)}
         assert self.cache.version == version
+
+    @rule()
+    def flush(self) -> None:
+        flushed = self.cache.flush()
+        self.forget_what_is_gone()
+        counts = self.cache.page_counts()
+        assert (counts.cached, counts.in_use) == (0, flushed.num_pages_in_use)
+        longest = max((held.lease.num_shared_pages for held in self.held), default=0)
+        assert all(len(tokens) <= longest * PAGE_SIZE for known in self.known.values() for tokens in known)
+
+    # --- events --------------------------------------------------------------------------------------------------
+
+    @rule()
+    def follow(self) -> None:
+        """Somebody begins to listen, perhaps not as the first."""
+        snapshot = self.cache.snapshot()
+        self.hand_out_events()
+        follower = Follower(PAGE_SIZE, snapshot.sequence, snapshot.events)
+        self.followers = [*self.followers[-1:], follower]
+
+    def hand_out_events(self) -> None:
+        for sequence, events in self.batches:
+            for follower in self.followers:
+                follower.apply(sequence, events)
+        self.batches.clear()
+
+    @invariant()
+    def followers_know_what_the_tree_has(self) -> None:
+        self.cache.publish_events()
+        assert self.followers or not self.batches, "events for nobody"
+        self.hand_out_events()
+        there = set()
+        for namespace, path in self.paths():
+            if namespace == NAMESPACES[0]:
+                tokens = tuple(token for node in path for token in memoryview(node.key).cast("I"))
+                there.update(tokens[:end] for end in range(PAGE_SIZE, len(tokens) + 1, PAGE_SIZE))
+        for follower in self.followers:
+            assert sorted(follower.prefixes.values()) == sorted(there)
 
     @invariant()
     def invariants_hold(self) -> None:
