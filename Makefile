@@ -1,12 +1,14 @@
 # Every target works alone from a fresh clone: what it needs is set up first, in .venv.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup proto fmt check test node demo serve bench local soak prove-image clean
+.PHONY: help setup proto fmt check test node services demo gateway serve bench local soak prove-image clean
 .DELETE_ON_ERROR:
 
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+SMG := .venv-smg
+SMG_VERSION := 1.13.0
 NODE_READY := examples/node/node_modules/.package-lock.json
 
 # The first Python that is new enough; another one can be named with `make setup PYTHON=…`.
@@ -46,17 +48,27 @@ check: $(READY)  ## format, lint, types, import rules, fresh generated code
 	$(BIN)/lint-imports
 	$(BIN)/python protos/generate.py --check
 
-test: $(READY) node  ## run all tests; installs redis-server where it may
+test: $(READY) node services  ## run all tests; installs redis-server and what else they start where it may
+	@$(MAKE) --no-print-directory $(SMG)/.ready || echo "The tests that need the gateway smg are skipped" >&2
+	$(BIN)/python -m pytest
+
+services:
 	@command -v redis-server >/dev/null && command -v openssl >/dev/null && command -v prometheus >/dev/null || { \
 		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-			echo "Installing redis-server, openssl and prometheus, which the tests start"; \
+			echo "Installing redis-server, openssl and prometheus, which tests and examples start"; \
 			test -e /usr/sbin/policy-rc.d || { trap 'rm -f /usr/sbin/policy-rc.d' EXIT; \
 				printf '#!/bin/sh\nexit 101\n' >/usr/sbin/policy-rc.d; chmod +x /usr/sbin/policy-rc.d; }; \
 			apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends redis-server openssl prometheus >/dev/null; \
 		else \
-			echo "The tests need them: sudo apt-get install redis-server openssl prometheus" >&2; exit 1; \
+			echo "This needs them: sudo apt-get install redis-server openssl prometheus" >&2; exit 1; \
 		fi; }
-	$(BIN)/python -m pytest
+
+# The gateway has an environment of its own: nothing of it is needed to run a server.
+$(SMG)/.ready: Makefile $(READY)
+	@echo "Installing the gateway smg $(SMG_VERSION) into $(SMG)"
+	@$(BIN)/python -m venv $(SMG)
+	@$(SMG)/bin/python -m pip install --quiet --disable-pip-version-check smg==$(SMG_VERSION)
+	@touch $@
 
 node: $(NODE_READY)
 $(NODE_READY): examples/node/package-lock.json
@@ -70,6 +82,9 @@ $(NODE_READY): examples/node/package-lock.json
 
 demo: $(READY)  ## run the main job: a server, questions about one long document, a table of what was saved
 	@$(BIN)/python examples/demo.py
+
+gateway: $(READY) $(SMG)/.ready services  ## two replicas and Redis behind the gateway smg: chats through the OpenAI API
+	@$(BIN)/python examples/gateway.py
 
 serve: $(READY)  ## run the server in the foreground (settings: environment or prefixcache.toml)
 	@$(BIN)/prefixcache serve

@@ -362,7 +362,7 @@ class PrefixCache:
         if start >= end:
             return
         if search is not None:
-            lease.chain = search.chain
+            lease.chain = search.chain.branch()  # samples of one prompt share its search, and go on differently
         if self._host is not None and not lease.namespace.private_id:
             digests = self._digests(lease, key, start, end)
             num_pages = self._host.restore(digests, lease.page_table[start:end])

@@ -25,6 +25,7 @@ from prefixcache.cache.prefix_cache import PrefixCache
 from prefixcache.client import AsyncClient
 from prefixcache.engine.open_request import OpenRequest
 from prefixcache.request import Tier
+from prefixcache.server.api_keys import key_digest, new_key
 from prefixcache.tree.events import Cleared, PageEvent, RemovedPages, StoredPages
 from prefixcache.tree.node import token_key
 from tests.support.follower import Follower
@@ -316,6 +317,29 @@ async def test_both_services_share_one_cache(server: WireServer, stub: Any):
         await client.complete(token_ids=PROMPT, max_tokens=1, temperature=0.0)
         _, (complete,) = await answers(stub, request(stream=False, max_tokens=1))
         assert complete.cached_tokens == 39
+
+
+# --- tenants -------------------------------------------------------------------------------------------------------
+
+
+async def test_with_api_keys_nobody_gets_in_without_and_tenants_leave_each_other_alone(tmp_path: Path):
+    keys = {name: new_key() for name in ("alice", "bob")}
+    (tmp_path / "keys").write_text("".join(f"{key_digest(key)} {name}\n" for name, key in keys.items()))
+    alice, bob = ((("authorization", f"Bearer {key}"),) for key in keys.values())
+    async with wire_server(api_keys=tmp_path / "keys") as server, grpc.aio.insecure_channel(server.target) as channel:
+        stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+        assert (await failure(stub.Generate(request()))).code() is grpc.StatusCode.UNAUTHENTICATED
+        assert (await failure(Subscriber(stub).call)).code() is grpc.StatusCode.UNAUTHENTICATED
+        call = stub.Generate(request(request_id="same", max_tokens=200), metadata=alice)
+        await anext(aiter(call))
+        await stub.Abort(vllm.AbortRequest(request_ids=["same"]), metadata=bob)
+        flush = stub.FlushCache(common_pb2.FlushCacheRequest(), metadata=bob)
+        assert (await failure(flush)).code() is grpc.StatusCode.UNIMPLEMENTED
+        assert [message async for message in call][-1].complete.completion_tokens == 200
+        subscription = stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(), metadata=bob)
+        snapshot = await anext(aiter(subscription))
+        assert snapshot.snapshot.blocks == 0
+        assert [event.WhichOneof("data") for event in snapshot.events] == ["cleared"]
 
 
 # --- events --------------------------------------------------------------------------------------------------------
