@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 
 from prefixcache.config import Settings
 from tests.support.deployed_settings import settings_from
+from tests.support.gateway import SMG
 from tests.support.patience import until
 from tests.support.redis_server import free_port
 
@@ -67,10 +70,11 @@ def test_replicas_start_with_these_settings(files: tuple[str, ...], tmp_path: Pa
         assert settings.device == ("cuda" if GPU in files else Settings().device)
 
 
-def test_only_grpc_metrics_and_grafana_are_published_on_loopback(services: dict[str, dict[str, Any]]) -> None:
+def test_only_grpc_metrics_grafana_and_gateway_are_published_on_loopback(services: dict[str, dict[str, Any]]) -> None:
     ports = [(name, port) for name, service in services.items() for port in service.get("ports", ())]
     published = {(name, port["target"]) for name, port in ports}
-    assert published == {*((name, port) for name in REPLICAS for port in (50051, 9464)), ("grafana", 3000)}
+    grpc_and_metrics = {(name, port) for name in REPLICAS for port in (50051, 9464)}
+    assert published == {*grpc_and_metrics, ("grafana", 3000), ("gateway", 30000)}
     assert {port["host_ip"] for _, port in ports} == {"127.0.0.1"}
     assert len({port["published"] for _, port in ports}) == len(ports)
     assert list(services["redis"]["networks"]) == list(services["prometheus"]["networks"]) == ["inside"]
@@ -129,6 +133,39 @@ def test_prometheus_scrapes_the_replicas(services: dict[str, dict[str, Any]]) ->
     text = (ROOT / "deploy/prometheus/prometheus.yml").read_text()
     assert all(f"{name}:9464" in text for name in REPLICAS)
     assert set(REPLICAS) <= services.keys()
+
+
+def test_the_gateway_is_an_extra_and_knows_every_replica(services: dict[str, dict[str, Any]]) -> None:
+    gateway = services["gateway"]
+    assert gateway["profiles"] == ["gateway"]
+    command = gateway["command"]
+    assert command[command.index("--worker-urls") + 1 :] == [f"grpc://{name}:50051" for name in REPLICAS]
+
+
+@pytest.mark.skipif(not SMG.exists(), reason="needs the gateway smg in .venv-smg")
+def test_the_gateway_takes_its_command(services: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    """As it stands, on this machine's ports: an unknown flag would end it at once."""
+    ports = {"30000": str(free_port()), "29000": str(free_port())}
+    command = services["gateway"]["command"]
+    command = [re.sub(r"=(30000|29000)$", lambda match: f"={ports[match[1]]}", each) for each in command]
+    command = [each.replace("=0.0.0.0", "=127.0.0.1") for each in command]
+    command = [re.sub(r"replica-\d:50051", f"127.0.0.1:{free_port()}", each) for each in command]
+    with subprocess.Popen(
+        [SMG, *command], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
+        try:
+            until(lambda: process.poll() is not None or answers(f"http://127.0.0.1:{ports['30000']}/health"))
+            assert process.poll() is None
+        finally:
+            process.kill()
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except OSError:
+        return False
 
 
 def test_each_gpu_replica_has_a_card_of_its_own() -> None:

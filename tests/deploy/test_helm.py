@@ -30,6 +30,7 @@ EVERYTHING: dict[str, Any] = {
     "models": {"existingClaim": "models"},
     "gpu": {"count": 1},
     "autoscaling": {"enabled": True},
+    "gateway": {"enabled": True, "replicas": 2},
     "serviceMonitor": {"enabled": True, "labels": {"release": "monitoring"}},
     "networkPolicy": {"extraEgress": [{"ports": [{"port": 443, "protocol": "TCP"}]}]},
     "podAnnotations": {"a": "b"},
@@ -46,12 +47,17 @@ CASES = {"defaults": {}, "everything": EVERYTHING, "minimum": MINIMUM}
 
 
 def render(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The manifests by kind; the second Service is called Headless."""
+    """The manifests by kind; the second Service is called Headless, and what belongs to the gateway Gateway…"""
     with helm.Chart.load(CHART) as chart:
         rendered = chart.render(values, name="demo", namespace="models")
     texts = [text for path, text in rendered.items() if path.endswith(".yaml")]
     manifests = [manifest for text in texts for manifest in yaml.safe_load_all(text) if manifest]
-    return {"Headless" if "headless" in each["metadata"]["name"] else each["kind"]: each for each in manifests}
+    return {_role(each): each for each in manifests}
+
+
+def _role(manifest: dict[str, Any]) -> str:
+    name, kind = manifest["metadata"]["name"], manifest["kind"]
+    return "Headless" if name.endswith("-headless") else f"Gateway{kind}" if name.endswith("-gateway") else kind
 
 
 def pod_of(values: dict[str, Any]) -> dict[str, Any]:
@@ -147,6 +153,30 @@ def test_names_fit_together() -> None:
     monitored = manifests["ServiceMonitor"]["spec"]["selector"]["matchLabels"]
     assert monitored.items() <= manifests["Headless"]["metadata"]["labels"].items()
     assert not monitored.items() <= manifests["Service"]["metadata"]["labels"].items()  # or each pod counts twice
+
+
+def test_the_gateway_knows_all_replicas_there_may_be() -> None:
+    assert not [kind for kind in render({}) if kind.startswith("Gateway")]
+    manifests = render({"gateway": {"enabled": True}, "replicas": 3})
+    [container] = manifests["GatewayDeployment"]["spec"]["template"]["spec"]["containers"]
+    workers = container["args"][container["args"].index("--worker-urls") + 1 :]
+    name, headless = manifests["StatefulSet"]["metadata"]["name"], manifests["Headless"]["metadata"]["name"]
+    assert workers == [f"grpc://{name}-{index}.{headless}:50051" for index in range(3)]
+    [container] = render(EVERYTHING)["GatewayDeployment"]["spec"]["template"]["spec"]["containers"]
+    assert len(container["args"][container["args"].index("--worker-urls") + 1 :]) == 8  # maxReplicas
+
+
+def test_the_gateway_may_call_the_replicas_and_nobody_takes_it_for_one() -> None:
+    manifests = render(EVERYTHING)
+    labels = manifests["GatewayDeployment"]["spec"]["template"]["metadata"]["labels"]
+    replicas = manifests["StatefulSet"]["spec"]["selector"]["matchLabels"]
+    assert manifests["GatewayDeployment"]["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert manifests["GatewayService"]["spec"]["selector"].items() <= labels.items()
+    assert manifests["GatewayNetworkPolicy"]["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+    assert not replicas.items() <= labels.items()
+    peers = [peer for rule in manifests["NetworkPolicy"]["spec"]["ingress"] for peer in rule["from"]]
+    selectors = [peer.get("podSelector", {}).get("matchLabels") for peer in peers]
+    assert manifests["GatewayDeployment"]["spec"]["selector"]["matchLabels"] in selectors
 
 
 def test_autoscaling_follows_the_queue_and_owns_the_number_of_replicas() -> None:

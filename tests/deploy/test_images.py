@@ -23,6 +23,7 @@ from tests.support.deployed_settings import settings_from
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "deploy/docker/Dockerfile"
+GATEWAY_DOCKERFILE = ROOT / "deploy/docker/gateway.Dockerfile"
 HEALTH_CHECK = ROOT / "deploy/docker/healthcheck.py"
 
 
@@ -44,11 +45,21 @@ def pins(path: Path) -> dict[str, str]:
     return {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
 
 
-def test_hadolint_has_nothing_to_say() -> None:
+@pytest.mark.parametrize("recipe", [DOCKERFILE, GATEWAY_DOCKERFILE])
+def test_hadolint_has_nothing_to_say(recipe: Path) -> None:
     hadolint = shutil.which("hadolint", path=Path(sys.executable).parent)
     assert hadolint is not None
-    done = subprocess.run([hadolint, "--no-color", DOCKERFILE], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run([hadolint, "--no-color", recipe], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+
+
+def test_the_gateways_image_has_the_version_that_is_tested_and_the_same_base() -> None:
+    recipe = GATEWAY_DOCKERFILE.read_text()
+    [version] = re.findall(r"^SMG_VERSION := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert f"smg=={version}" in recipe
+    [base] = re.findall(r"^ARG BASE=.*$", DOCKERFILE.read_text(), re.MULTILINE)
+    assert base in recipe
+    assert re.search(r"^USER [1-9]\d*:[1-9]\d*$", recipe, re.MULTILINE)
 
 
 def test_bases_are_pinned_by_digest_and_packages_by_version() -> None:
