@@ -194,9 +194,10 @@ class Engine:
 
     def load(self) -> EngineLoad:
         """Tell how busy it is. Any thread; the numbers may be a step apart from each other."""
-        waiting = [handle for handle in list(self._open) if handle.admitted_s is None]
+        handles = list(self._open)
+        waiting = [handle for handle in handles if handle.admitted_s is None]
         return EngineLoad(
-            num_running_requests=len(self._open) - len(waiting),
+            num_running_requests=len(handles) - len(waiting),
             num_waiting_requests=len(waiting),
             num_waiting_tokens=sum(len(handle.request.prompt_token_ids) for handle in waiting),
             usage=self._cache.num_bound_pages / self.limits.num_pages,
@@ -438,9 +439,7 @@ class Engine:
             sample = Sample(index, sequence, state, detokenizer)
             if index == 0 and sequence.reuse:
                 sequence.search = self._cache.search(namespace, sequence.prompt_key)
-            elif (
-                index
-            ):  # the others wait for the same answer, so that the first one runs first and counts what it finds
+            elif index:  # they wait for the same answer, or one of them would run before the first and be its hit
                 sequence.search = handle.samples[0].sequence.search
             handle.samples.append(sample)
             self._samples[sequence] = handle, sample

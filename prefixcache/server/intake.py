@@ -13,6 +13,8 @@ from grpc.aio import ServicerContext
 
 from prefixcache.engine.admission import Places
 from prefixcache.engine.engine import Engine
+from prefixcache.engine.open_request import OpenRequest
+from prefixcache.errors import PrefixCacheError
 from prefixcache.model.tokenizer import Tokenizer
 from prefixcache.request import GenerateRequest
 from prefixcache.server.caller import TENANT
@@ -42,6 +44,7 @@ class Intake:
         self._tokenizer_places = Places(
             "texts for the tokenizer", engine.limits.max_queue, engine.limits.max_tenant_queue, TOKENIZER_RETRY_MS
         )
+        self._open: dict[TokenStream, OpenRequest] = {}
 
     async def token_ids(self, prompt: Prompt) -> list[int]:
         """The tokens of a prompt."""
@@ -59,11 +62,17 @@ class Intake:
     def submitted(self, request: GenerateRequest) -> Iterator[TokenStream]:
         """Hands the request to the engine, and takes it back when the call ends early, for whatever reason."""
         stream = TokenStream()
-        handle = self._engine.submit(request, stream)
+        handle = self._open[stream] = self._engine.submit(request, stream)
         try:
             yield stream
         finally:
+            del self._open[stream]
             self._engine.abort(handle)
+
+    def abort(self, stream: TokenStream, error: PrefixCacheError) -> None:
+        """Stops the work on an open request at once; its stream ends with `error` when it has been read so far."""
+        self._engine.abort(self._open[stream])
+        stream.put(error)
 
     async def beside_the_loop(self, work: Callable[[], _T]) -> _T:
         """Runs tokenizer work on its thread; what waits there is bounded as the engine's queue is."""

@@ -103,7 +103,7 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # the p
         request_ids = set(request.request_ids)
         for call in self._open:
             if call.request_id in request_ids and call.tenant == TENANT.get():
-                call.stream.put(Aborted("aborted on request"))
+                self._intake.abort(call.stream, Aborted("aborted on request"))
         return vllm.AbortResponse()
 
     async def Embed(self, request: vllm.EmbedRequest, context: _Context) -> vllm.EmbedResponse:

@@ -38,7 +38,7 @@ class StoredPages(NamedTuple):
 
 
 class RemovedPages(NamedTuple):
-    """Pages that can't be matched any more."""
+    """Pages that can't be matched any more, those at the end of a prompt before those in front of them."""
 
     tier: Tier
     keys: list[bytes]
@@ -88,7 +88,7 @@ class PageJournal:
     def removed(self, evicted: Evicted) -> None:
         """Note pages that have just left the tree."""
         if self.is_recording and evicted.namespace == DEFAULT_NAMESPACE and evicted.digests:
-            self._events.append(RemovedPages(Tier.DEVICE, [digest.key for digest in evicted.digests]))
+            self._events.append(RemovedPages(Tier.DEVICE, [digest.key for digest in reversed(evicted.digests)]))
 
     def replace(self, events: list[PageEvent]) -> None:
         """Say instead of what was noted since the last batch: all is gone, but for the pages of these events."""

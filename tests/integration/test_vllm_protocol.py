@@ -191,14 +191,15 @@ async def test_work_stops_within_two_steps_of_an_abort_and_of_a_cancelled_call(s
     for is_abort in (True, False):
         call = stub.Generate(request(request_id="chatcmpl-1", max_tokens=1500))
         await anext(aiter(call))
+        handled_at.clear()
         if is_abort:
             await stub.Abort(vllm.AbortRequest(request_ids=["chatcmpl-1", "never seen"]))
         else:
             call.cancel()
         await eventually(lambda: server.server.engine.num_open == 0, 1.0)
         await asyncio.sleep(0.05)
-        assert server.value("generated_tokens_total") <= handled_at[-1] + 2
-    assert server.value("requests_total", outcome="cancelled") == len(handled_at) == 2
+        assert server.value("generated_tokens_total") <= handled_at[0] + 2
+    assert server.value("requests_total", outcome="cancelled") == 2
     assert await stub.Abort(vllm.AbortRequest(request_ids=["chatcmpl-1"])) == vllm.AbortResponse()
 
 
@@ -488,15 +489,15 @@ async def test_a_subscriber_that_does_not_read_costs_no_memory_and_is_cut_off(
     server: WireServer, monkeypatch: pytest.MonkeyPatch
 ):
     log = server.server.events
-    monkeypatch.setattr(log, "_max_bytes", 50_000)
+    monkeypatch.setattr(log, "_max_bytes", 20_000)
     options = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]  # or gRPC would read it all for us
     async with grpc.aio.insecure_channel(server.target, options) as channel:
         stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
         slow = Subscriber(stub)
         await slow.read_snapshot()
-        for index in range(120):
-            await compute(stub, [index + 3] * 700)
-            assert log.num_bytes <= 50_000
+        for index in range(60):
+            await compute(stub, [index + 200] * 700)
+            assert log.num_bytes <= 20_000
         assert (await failure(slow.call)).code() is grpc.StatusCode.DATA_LOSS
         again = Subscriber(stub)
         await again.read_snapshot()

@@ -47,7 +47,7 @@ class Follower:
 
     def _remove(self, event: RemovedPages) -> None:
         assert event.keys
-        for key in reversed(event.keys):
+        for key in event.keys:
             prefix = self.prefixes.pop(key)
             longer = len(prefix) + self._page_size
             assert not any(len(other) == longer and other[: len(prefix)] == prefix for other in self.prefixes.values())
