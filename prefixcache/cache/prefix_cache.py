@@ -200,6 +200,8 @@ class PrefixCache:
         if num_tokens == 0:
             return num_computed_tokens, 0
         claimed = load.claim(-(-(num_computed_tokens + num_tokens) // size)) * size
+        if claimed <= num_computed_tokens:  # the page that the computed tokens end in has arrived this very moment
+            return self.next_chunk(lease, num_computed_tokens, num_wanted_tokens)
         return num_computed_tokens, min(num_tokens, claimed - num_computed_tokens)
 
     def try_extend(self, lease: Lease, num_tokens: int) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from prefixcache.cache.tiers import Load
 from prefixcache.request import Namespace, Tier
 from prefixcache.tree.node import token_key
 from tests.equivalence.conftest import StoreSettings
@@ -228,3 +230,27 @@ def test_samples_of_a_prompt_that_nobody_knows_report_nothing_as_cached(store: S
         stream = service.run_one(greedy(Prompts(17).tokens(90), 3, num_samples=3))
         assert service.num_prefilled_tokens == 90
     assert stream.cached_tokens == 0
+
+
+def test_a_load_that_ends_between_two_looks_at_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store thread may bring the page that the known tokens end in while the engine thread decides what to do."""
+    prompt = Prompts(18).tokens(100)
+    with TieredService(FAMILY, **disk_settings(tmp_path)) as service:
+        service.run_one(greedy(prompt, 1))
+    with TieredService(FAMILY, **disk_settings(tmp_path)) as service:
+        service.run_one(greedy(prompt[:35], 1))
+        mover = service.mover
+        assert mover is not None
+        look = mover.computable_tokens
+
+        def look_when_all_is_there(load: Load, num_computed_tokens: int) -> int | None:
+            deadline_s = time.monotonic() + 10
+            while load.low > load.start:
+                assert time.monotonic() < deadline_s
+                time.sleep(0.001)
+            return look(load, num_computed_tokens)
+
+        monkeypatch.setattr(mover, "computable_tokens", look_when_all_is_there)
+        stream = service.run_one(greedy(prompt, 5))
+    assert_exact(stream, oracle(FAMILY))
+    assert cached_by_tier(stream) == {Tier.DEVICE: 35, Tier.DISK: 96 - 35}

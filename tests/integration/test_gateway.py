@@ -279,7 +279,7 @@ def test_errors_are_the_clients_and_say_why(fleet: Fleet, status: int, named: st
 
 
 def test_more_output_than_the_context_holds_is_cut(fleet: Fleet):
-    prompt = text(6, 300)
+    prompt = text(6, 370)
     num_left = 2048 - len(tokens(fleet.one, prompt))
     asked: dict[str, Any] = {"model": MODEL, "prompt": prompt, "extra_body": {"ignore_eos": True}}
     for limit in ({}, {"max_tokens": 100_000}):
