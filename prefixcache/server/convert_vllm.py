@@ -10,6 +10,8 @@ from prefixcache._pb.prefixcache.v1 import inference_pb2 as pb
 from prefixcache.errors import InvalidRequest
 from prefixcache.server.convert import CheckedRequest, ModelLimits, is_request_id
 
+_MAX_INT32 = 2**31 - 1  # some numbers are unsigned there and signed here; above this every one of them is too much
+
 # Parts of a request that we would have to ignore: each changes the answer or where it is computed.
 _UNSUPPORTED_FIELDS = (
     ("mm_inputs", "this server takes text only"),
@@ -30,11 +32,11 @@ def to_generate_request(request: vllm.GenerateRequest) -> pb.GenerateRequest:
     _check_supported(request)
     params = request.sampling_params
     message = pb.GenerateRequest(
-        top_k=params.top_k,
+        top_k=min(params.top_k, _MAX_INT32),
         min_p=params.min_p,
         frequency_penalty=params.frequency_penalty,
         presence_penalty=params.presence_penalty,
-        min_tokens=params.min_tokens,
+        min_tokens=min(params.min_tokens, _MAX_INT32),
         stop=params.stop,
         stop_token_ids=params.stop_token_ids,
         skip_special_tokens=params.skip_special_tokens,
@@ -43,10 +45,10 @@ def to_generate_request(request: vllm.GenerateRequest) -> pb.GenerateRequest:
     )
     for name in ("top_p", "repetition_penalty", "n"):
         if value := getattr(params, name):
-            setattr(message, name, value)
+            setattr(message, name, min(value, _MAX_INT32))
     for name in ("temperature", "max_tokens", "logprobs", "prompt_logprobs", "seed"):
         if params.HasField(name):
-            setattr(message, name, getattr(params, name))
+            setattr(message, name, min(getattr(params, name), _MAX_INT32))
     if is_request_id(request.request_id):  # a longer one, made of a client's header, names the call for Abort alone
         message.request_id = request.request_id
     if request.WhichOneof("input") == "text":

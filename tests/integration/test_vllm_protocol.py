@@ -148,7 +148,7 @@ async def test_logprobs_of_output_and_prompt_in_both_forms(stub: Any):
 
 
 async def test_output_may_fill_the_context_and_is_cut_there(stub: Any):
-    for params in ({}, {"max_tokens": 1_000_000}):
+    for params in ({}, {"max_tokens": 2**32 - 1, "top_k": 2**32 - 1}):
         _, (complete,) = await answers(stub, request(list(range(3, 403)) * 5 + [3] * 40, **params))
         assert (complete.completion_tokens, complete.finish_reason) == (8, "length")
 
@@ -161,7 +161,8 @@ BAD_REQUESTS: list[tuple[str, Any]] = [
     ("temperature", request(temperature=math.nan)),
     ("top_p", request(top_p=1.5)),
     ("max_tokens", request(max_tokens=0)),
-    ("n", request(n=17)),
+    ("n", request(n=2**32 - 1)),
+    ("min_tokens", request(min_tokens=2**32 - 1)),
     ("json_schema", request(json_schema="{}")),
     ("truncate_prompt_tokens", request(truncate_prompt_tokens=5)),
     ("mm_inputs", vllm.GenerateRequest(mm_inputs=vllm.MultimodalInputs())),
