@@ -110,3 +110,15 @@ def test_what_moves_and_what_makes_room_is_counted() -> None:
     assert moved("saved") == 4 * LAYOUT.bytes_per_page
     assert moved("loaded") == 2 * LAYOUT.bytes_per_page
     assert rig.tier.num_evicted_pages == 1
+
+
+def test_a_cleared_tier_holds_nothing_and_has_all_its_room() -> None:
+    rig = Rig(3)
+    rig.tier.put([3, 4, 5], names(3, 4, 5))
+
+    assert rig.tier.clear() == 3
+
+    assert rig.tier.num_pages == 0
+    assert rig.held(3, 4, 5) == []
+    rig.tier.put([6, 7, 8], names(6, 7, 8))
+    assert rig.held(6, 7, 8) == [6, 7, 8]
