@@ -31,7 +31,7 @@ from prefixcache.server.caller import TENANT
 from prefixcache.server.convert_vllm import to_generate_request, with_room_for_output
 from prefixcache.server.event_log import EventLog, snapshot_batches
 from prefixcache.server.health import HealthMonitor
-from prefixcache.server.intake import Intake
+from prefixcache.server.intake import Intake, deadline_of
 from prefixcache.server.reply_vllm import VllmReply
 from prefixcache.server.stream import TokenStream
 
@@ -79,11 +79,12 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # the p
     # --- generation --------------------------------------------------------------------------------------------
 
     async def Generate(self, request: vllm.GenerateRequest, context: _Context) -> AsyncIterator[vllm.GenerateResponse]:
+        deadline_s = deadline_of(context)
         own_request = to_generate_request(request)
         checked = convert.check(own_request, self._intake.limits, TENANT.get())
         token_ids = await self._intake.token_ids(checked.prompt)
         checked = with_room_for_output(checked, len(token_ids), self._intake.limits)
-        accepted = convert.to_engine(checked, own_request.request_id, token_ids, self._intake.limits)
+        accepted = convert.to_engine(checked, own_request.request_id, token_ids, self._intake.limits, deadline_s)
         reply = VllmReply(accepted, is_stream=request.stream)
         with self._intake.submitted(accepted) as stream:
             call = _OpenCall(TENANT.get(), request.request_id, stream)
