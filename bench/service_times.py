@@ -100,7 +100,10 @@ async def measured(redis: str) -> dict[str, Any]:
 
     step, per_request, per_context = fitted([[1, n, c] for n, c, _ in decodes], [s for _, _, s in decodes])
     loads_s = [max(s - prefill_s(new, cached), 1e-3) for cached, new, s in restores]
-    latency, per_byte = fitted([[1, cached * info.kv_bytes_per_token] for cached, _, _ in restores], loads_s)
+    loads_bytes = [cached * info.kv_bytes_per_token for cached, _, _ in restores]
+    latency, per_byte = fitted([[1, num_bytes] for num_bytes in loads_bytes], loads_s)
+    if per_byte == 0:  # too much noise to tell the parts apart: all of it a byte
+        latency, per_byte = 0.0, sum(loads_s) / sum(loads_bytes)
     times = ServiceTimes(
         prefill_token_s=per_token,
         prefill_pair_s=per_pair,
