@@ -269,7 +269,7 @@ async def test_load_counts_only_what_can_not_be_given_up(server: WireServer, stu
     for index in range(4):
         await answers(stub, request([index + 3] * 500, stream=False, max_tokens=1))
     (load,) = (await stub.GetLoads(vllm.GetLoadsRequest(include=["core"]))).loads
-    await eventually(lambda: server.value("pages", state="cached") > 100)
+    await eventually(lambda: server.value("pages", tier="device", state="cached") > 100)
     assert (load.token_usage, load.num_total_reqs, load.max_total_num_tokens) == (0.0, 0, 4096)
 
     call = stub.Generate(request([3] * 500, max_tokens=1500))
@@ -289,7 +289,7 @@ async def test_a_flush_says_what_it_dropped_and_what_it_had_to_leave(server: Wir
     flushed = await stub.FlushCache(common_pb2.FlushCacheRequest())
     assert flushed.success
     assert flushed.message.startswith("3 pages dropped on the device and 0 in host memory; 0 are in use")
-    await eventually(lambda: server.value("pages", state="cached") == 0)
+    await eventually(lambda: server.value("pages", tier="device", state="cached") == 0)
     _, (complete,) = await answers(stub, request(stream=False, max_tokens=1))
     assert complete.cached_tokens == 0
 
@@ -302,7 +302,7 @@ async def test_a_flush_says_what_it_dropped_and_what_it_had_to_leave(server: Wir
     await asyncio.sleep(0.1)
     call.cancel()
     assert (await waiting).success
-    await eventually(lambda: server.value("pages", state="free") == 4096 / PAGE)
+    await eventually(lambda: server.value("pages", tier="device", state="free") == 4096 / PAGE)
     assert (
         (await failure(stub.FlushCache(common_pb2.FlushCacheRequest(timeout_s=math.nan))))
         .details()
