@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from prefixcache.model.attention.base import AttentionBackend
 from prefixcache.model.linear import Linear
+from prefixcache.model.rope import rope_table
 from prefixcache.model.spec import DecoderSpec
 
 
@@ -49,7 +50,7 @@ class Decoder:
         self._layers = [self._build_layer(state_dict, f"model.layers.{index}.") for index in range(spec.num_layers)]
         self._final_norm = state_dict.pop("model.norm.weight")
         self._lm_head = Linear(self._embedding if spec.tied_embeddings else state_dict.pop("lm_head.weight"))
-        self._rope = self._rope_table()
+        self._rope = rope_table(spec).to(device=self.device, dtype=self.dtype)
 
     # --- forward -----------------------------------------------------------------------------------------------
 
@@ -142,14 +143,6 @@ class Decoder:
             gate_up=fused("mlp.gate_proj", "mlp.up_proj"),
             down=fused("mlp.down_proj"),
         )
-
-    def _rope_table(self) -> torch.Tensor:
-        """Cos and sin for every position: `[2, max_model_len, head_dim]`; sin's first half carries rotation's minus."""
-        frequencies = torch.tensor(self.spec.inv_freq, dtype=torch.float32)
-        angles = torch.arange(self.spec.max_model_len, dtype=torch.float32).unsqueeze(1) * frequencies
-        cos, sin = angles.cos() * self.spec.attention_scaling, angles.sin() * self.spec.attention_scaling
-        table = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))
-        return table.to(device=self.device, dtype=self.dtype)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from prefixcache.errors import ModelError
+from prefixcache.model.spec import DecoderSpec
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,14 @@ def rope_from_config(config: PreTrainedConfig, rotary_class: type[torch.nn.Modul
     if len(inv_freq) * 2 != head_dim:
         raise ModelError(f"RoPE rotates {len(inv_freq) * 2} of {head_dim} dimensions of each head; all are needed.")
     return Rope(inv_freq, float(rotary.attention_scaling), _exact_length(config, rope_type))
+
+
+def rope_table(spec: DecoderSpec) -> torch.Tensor:
+    """Cos and sin for every position: `[2, max_model_len, head_dim]`; sin's first half carries rotation's minus."""
+    frequencies = torch.tensor(spec.inv_freq, dtype=torch.float32)
+    angles = torch.arange(spec.max_model_len, dtype=torch.float32).unsqueeze(1) * frequencies
+    cos, sin = angles.cos() * spec.attention_scaling, angles.sin() * spec.attention_scaling
+    return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))
 
 
 def _exact_length(config: PreTrainedConfig, rope_type: str) -> int:

@@ -1,0 +1,1 @@
+"""Our own kernels for CPUs: C++ without dependencies, called through ctypes."""
