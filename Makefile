@@ -20,7 +20,9 @@ help:  ## list the targets
 
 setup: $(READY)  ## make .venv with everything that the other targets use
 
-$(READY): pyproject.toml constraints.txt
+KERNELS := $(wildcard prefixcache/model/native/*.cpp prefixcache/model/native/*.h)
+
+$(READY): pyproject.toml constraints.txt hatch_build.py $(KERNELS)
 	@test -n "$(PYTHON)" || { echo "prefixcache needs Python 3.11 or newer; name one: make setup PYTHON=/path/to/python3" >&2; exit 1; }
 	@echo "[1/4] Making $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)

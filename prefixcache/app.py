@@ -30,12 +30,13 @@ from prefixcache.kv.codec import FORMAT_VERSION
 from prefixcache.kv.layout import KVLayout, MemoryPlan
 from prefixcache.kv.page_pool import PagePool
 from prefixcache.metrics import Metrics
-from prefixcache.model.attention.choose import choose_backend
-from prefixcache.model.decoder import Decoder
+from prefixcache.model.choose import build_decoder
 from prefixcache.model.device import choose_device, choose_dtype, free_memory_bytes
 from prefixcache.model.digest import weights_digest
 from prefixcache.model.fingerprint import kv_fingerprint
+from prefixcache.model.forward import ForwardPass
 from prefixcache.model.loader import LoadedModel, load_model
+from prefixcache.model.native import library
 from prefixcache.model.spec import DecoderSpec
 from prefixcache.model.tokenizer import Tokenizer
 from prefixcache.server.api_keys import ApiKeys, read_keys
@@ -70,7 +71,7 @@ class ServedModel:
     """
 
     name: str
-    decoder: Decoder
+    decoder: ForwardPass
     tokenizer: Tokenizer
     plan: MemoryPlan
     fingerprint: bytes = b""
@@ -103,7 +104,8 @@ def load(settings: Settings, progress: Callable[[str], None]) -> ServedModel:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     device = choose_device(settings.device)
-    dtype = choose_dtype(settings.dtype, device)
+    has_own_kernels = library.is_preferred(settings.kernels, device)
+    dtype = choose_dtype(settings.dtype, device, has_own_kernels=has_own_kernels)
     model = load_model(settings.model, dtype, device, settings.cache_dir, progress)
     return prepare(model, settings, dtype, device)
 
@@ -117,7 +119,8 @@ def prepare(model: LoadedModel, settings: Settings, dtype: torch.dtype, device: 
         fingerprint = kv_fingerprint(
             spec, layout, weights_digest(model.state_dict), model.tokenizer.digest(), FORMAT_VERSION
         )
-    decoder = Decoder(spec, model.state_dict, choose_backend(device, spec, layout.page_size, dtype))
+    has_own_kernels = library.is_preferred(settings.kernels, device)
+    decoder = build_decoder(spec, model.state_dict, device, dtype, has_own_kernels=has_own_kernels)
     plan = plan_memory(settings, spec, layout, device)
     return ServedModel(model.name, decoder, model.tokenizer, plan, fingerprint)
 

@@ -115,6 +115,12 @@ class Settings(BaseSettings):
         description="Type of weights and K/V. auto is bfloat16 where the device computes in it natively, "
         "otherwise float16 on CUDA and float32 on the CPU.",
     )
+    kernels: Literal["auto", "native", "torch"] = Field(
+        "auto",
+        description="What computes on the CPU: our own kernels, compiled at installation, or PyTorch's. "
+        "auto takes our own where they are there and the CPU has AVX2 but not AVX-512, where PyTorch's are quicker "
+        "on long prompts.",
+    )
     cache_memory: Memory | None = Field(
         None,
         description="Memory for K/V, as bytes (4GiB) or as a fraction of what is free once the model is loaded (0.5). "

@@ -9,7 +9,7 @@ import torch
 from prefixcache.engine.batch import build_batch
 from prefixcache.engine.scheduler import Work
 from prefixcache.kv.page_pool import PagePool
-from prefixcache.model.decoder import Decoder
+from prefixcache.model.forward import ForwardPass
 
 # Logits of prompt positions are made this many rows at a time: 64 rows of a 150,000-token vocabulary are 38 MB.
 LOGITS_BLOCK = 64
@@ -18,7 +18,7 @@ LOGITS_BLOCK = 64
 class Runner:
     """Computes steps on one device. Engine thread only."""
 
-    def __init__(self, decoder: Decoder, pool: PagePool) -> None:
+    def __init__(self, decoder: ForwardPass, pool: PagePool) -> None:
         self._decoder = decoder
         self._pool = pool
 

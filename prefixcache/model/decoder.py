@@ -63,18 +63,7 @@ class Decoder:
         plan: object,
         kv: torch.Tensor,
     ) -> torch.Tensor:
-        """Compute one step and write its K/V to the pool.
-
-        Args:
-            input_ids: `[num_rows]`, all sequences' new tokens one after another.
-            positions: `[num_rows]`, each token's position in its own sequence.
-            slot_mapping: `[num_rows]`, the slot that takes each token's K/V.
-            plan: The attention back end's plan for this step.
-            kv: `[num_layers, 2, num_slots, num_kv_heads, head_dim]`.
-
-        Returns:
-            The last layer's output before the final norm, `[num_rows, hidden_size]`.
-        """
+        """Compute one step and write its K/V to the pool; see `ForwardPass`."""
         cos, sin = self._rope[:, positions].unsqueeze(2)  # each [num_rows, 1, head_dim]
         hidden = F.embedding(input_ids, self._embedding)
         for layer, layer_kv in zip(self._layers, kv, strict=True):

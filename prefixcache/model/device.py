@@ -34,17 +34,18 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+def choose_dtype(name: str, device: torch.device, *, has_own_kernels: bool) -> torch.dtype:
     """Return the type for `auto` or a dtype's name; `auto` logs what it took.
 
-    bfloat16 halves memory, but a CPU without instructions for it multiplies several times slower than in float32.
+    bfloat16 halves memory, but PyTorch on a CPU without instructions for it multiplies several times slower than in
+    float32. Our own kernels compute in float32 whatever the weights are kept in.
     """
     if name != "auto":
         return DTYPES[name]
     if device.type == "cuda":
         dtype = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     else:
-        dtype = torch.bfloat16 if _cpu_multiplies_bfloat16() else torch.float32
+        dtype = torch.bfloat16 if has_own_kernels or _cpu_multiplies_bfloat16() else torch.float32
     logger.info("dtype auto: %s", str(dtype).removeprefix("torch."))
     return dtype
 

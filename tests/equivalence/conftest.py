@@ -1,4 +1,4 @@
-"""Stores that several of these tests put below the device."""
+"""Every test here runs on PyTorch's kernels and on our own. And stores that several tests put below the device."""
 
 from __future__ import annotations
 
@@ -8,11 +8,23 @@ from typing import Any
 
 import pytest
 
+from prefixcache.model.native import library
 from prefixcache.request import Tier
+from tests.support import decoders
 from tests.support.redis_server import RedisServer, redis_server
 from tests.support.tiers import disk_settings
 
 StoreSettings = tuple[Tier, dict[str, Any]]  # which tier it is, and the settings that reach it
+
+
+@pytest.fixture(autouse=True, params=("torch", "native"))
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What computes the tiny models in this test."""
+    name: str = request.param
+    if name == "native" and library.load() is None:
+        pytest.skip("our own kernels are not compiled here, or not for this CPU")
+    monkeypatch.setattr(decoders, "kernels", name)
+    return name
 
 
 @pytest.fixture(scope="session")

@@ -28,13 +28,13 @@ from prefixcache.errors import PrefixCacheError
 from prefixcache.kv.layout import PAGE_SIZE, KVLayout
 from prefixcache.kv.page_pool import PagePool
 from prefixcache.metrics import Metrics
-from prefixcache.model.attention.cpu import CPUAttention
-from prefixcache.model.decoder import Decoder
 from prefixcache.model.families import spec_from_config
+from prefixcache.model.forward import ForwardPass
 from prefixcache.model.tokenizer import Tokenizer
 from prefixcache.request import Delta, Finish, GenerateRequest, Namespace, SamplingParams, TokenLogprobs, Usage
 from prefixcache.tree.eviction import LeastRecentlyUsed
 from prefixcache.tree.radix import RadixTree
+from tests.support import decoders
 from tests.support.models import MAX_MODEL_LEN, VOCAB_SIZE, tiny_model
 from tests.support.tokenizers import byte_level
 
@@ -145,7 +145,7 @@ class InProcess:
     def __init__(
         self, family: str = "llama-gqa", num_pages: int = 512, chunk: int = UNLIMITED, max_num_seqs: int = 64
     ) -> None:
-        decoder = _decoder(family)
+        decoder = _decoder(family, decoders.kernels)
         spec = decoder.spec
         layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, torch.float32)
         self.num_pages = num_pages
@@ -233,11 +233,9 @@ def _publish(news: list[News]) -> None:
 
 
 @cache
-def _decoder(family: str) -> Decoder:
+def _decoder(family: str, kernels: str) -> ForwardPass:  # kernels is what sets cached ones apart
     model = tiny_model(family)
-    spec = spec_from_config(model.config)
-    backend = CPUAttention(spec.num_heads, spec.num_kv_heads, PAGE_SIZE, torch.float32)
-    return Decoder(spec, dict(model.state_dict()), backend)
+    return decoders.decoder(spec_from_config(model.config), dict(model.state_dict()), torch.float32)
 
 
 @cache

@@ -27,15 +27,15 @@ from prefixcache.kv.codec import FORMAT_VERSION, PageCodec
 from prefixcache.kv.layout import PAGE_SIZE, KVLayout
 from prefixcache.kv.page_pool import PagePool
 from prefixcache.metrics import Metrics
-from prefixcache.model.attention.cpu import CPUAttention
-from prefixcache.model.decoder import Decoder
 from prefixcache.model.digest import weights_digest
 from prefixcache.model.families import spec_from_config
 from prefixcache.model.fingerprint import kv_fingerprint
+from prefixcache.model.forward import ForwardPass
 from prefixcache.request import Tier
 from prefixcache.storage import Storage
 from prefixcache.tree.eviction import LeastRecentlyUsed
 from prefixcache.tree.radix import RadixTree
+from tests.support import decoders
 from tests.support.in_process import UNLIMITED, InProcess, Stream, tokenizer
 from tests.support.models import MAX_MODEL_LEN, VOCAB_SIZE, tiny_model
 
@@ -66,7 +66,7 @@ class TieredService(InProcess):
         always_loads: bool = True,
         **settings: Any,
     ) -> None:
-        decoder, digest = _decoder(tiny_model(model) if isinstance(model, str) else model, dtype)
+        decoder, digest = _decoder(tiny_model(model) if isinstance(model, str) else model, dtype, decoders.kernels)
         spec = decoder.spec
         layout = KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype)
         self.num_pages = num_pages
@@ -173,9 +173,9 @@ def _publish(news: list[News]) -> None:
 
 
 @cache
-def _decoder(model: PreTrainedModel, dtype: torch.dtype) -> tuple[Decoder, bytes]:
+def _decoder(model: PreTrainedModel, dtype: torch.dtype, kernels: str) -> tuple[ForwardPass, bytes]:
     """A decoder of a model, which stays as it is, and the digest of its weights."""
     spec = spec_from_config(model.config)
     weights = {name: weight.to(dtype) for name, weight in model.state_dict().items()}
     digest = weights_digest(weights)
-    return Decoder(spec, weights, CPUAttention(spec.num_heads, spec.num_kv_heads, PAGE_SIZE, dtype)), digest
+    return decoders.decoder(spec, weights, dtype), digest

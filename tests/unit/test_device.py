@@ -32,13 +32,13 @@ def test_the_cpu_can_be_asked_for() -> None:
 def test_auto_takes_cuda() -> None:
     device = choose_device("auto")
     assert device.type == choose_device("cuda").type == "cuda"
-    assert choose_dtype("auto", device) in (torch.bfloat16, torch.float16)
+    assert choose_dtype("auto", device, has_own_kernels=False) in (torch.bfloat16, torch.float16)
     assert 0 < free_memory_bytes(device) <= torch.cuda.get_device_properties(device).total_memory
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
 def test_a_named_dtype_is_taken(name: str) -> None:
-    assert choose_dtype(name, CPU) is getattr(torch, name)
+    assert choose_dtype(name, CPU, has_own_kernels=True) is getattr(torch, name)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_auto_dtype_on_the_cpu_follows_its_instructions(
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     with caplog.at_level(logging.INFO):
-        assert choose_dtype("auto", CPU) is expected
+        assert choose_dtype("auto", CPU, has_own_kernels=False) is expected
     assert f"dtype auto: {str(expected).removeprefix('torch.')}" in caplog.text
 
 

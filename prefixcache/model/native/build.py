@@ -39,7 +39,14 @@ def build() -> Path:
         subprocess.CalledProcessError: The compiler failed; it has said why on standard error.
     """
     unfinished = LIBRARY.with_suffix(f".{os.getpid()}.tmp")
-    command = [*_compiler(), *FLAGS, *MACHINE_FLAGS[platform.machine()], str(FOLDER / "kernels.cpp"), "-o", str(unfinished)]
+    command = [
+        *_compiler(),
+        *FLAGS,
+        *MACHINE_FLAGS[platform.machine()],
+        str(FOLDER / "kernels.cpp"),
+        "-o",
+        str(unfinished),
+    ]
     try:
         subprocess.run(command, check=True)
         unfinished.replace(LIBRARY)

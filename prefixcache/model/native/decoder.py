@@ -1,4 +1,4 @@
-"""The forward pass on our own CPU kernels: one call a step, weights and K/V in float32 or bfloat16, all else in float32."""
+"""The forward pass on our own CPU kernels, one call a step: weights and K/V in float32 or bfloat16, the rest float32."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ PRODUCTS = {
 }
 
 
-def obstacle(spec: DecoderSpec, dtype: torch.dtype, page_size: int) -> str | None:
+def obstacle(spec: DecoderSpec, dtype: torch.dtype) -> str | None:
     """Say in a few words why the kernels cannot serve this model, or return None."""
     if library.load() is None:
         return "they are not there"
     if dtype not in SUFFIXES:
         return f"they have no {str(dtype).removeprefix('torch.')}"
-    if page_size != PAGE_SIZE or any(n % MULTIPLE for n in (spec.hidden_size, spec.intermediate_size, spec.head_dim)):
+    if any(n % MULTIPLE for n in (spec.hidden_size, spec.intermediate_size, spec.head_dim)):
         return f"widths must be multiples of {MULTIPLE}"
     return None
 

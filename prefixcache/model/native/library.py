@@ -10,6 +10,7 @@ from functools import cache
 
 import torch
 
+from prefixcache.errors import ModelError
 from prefixcache.model.native.build import LIBRARY
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,19 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "prefixcache_multiply_f32": (None, [c_void_p, c_void_p, c_int64, c_void_p, c_int32]),
     "prefixcache_multiply_bf16": (None, [c_void_p, c_void_p, c_int64, c_void_p, c_int32]),
 }
+
+
+def is_preferred(choice: str, device: torch.device) -> bool:
+    """Tell whether `choice` (`auto`, `native` or `torch`) means our own kernels on this device.
+
+    Raises:
+        ModelError: `native` was asked for and cannot be had.
+    """
+    if choice == "native" and (device.type != "cpu" or load() is None):
+        raise ModelError("kernels is native, but there are none for this device; the log says why. Use --kernels auto.")
+    if choice == "torch" or device.type != "cpu":
+        return False
+    return choice == "native" or (torch.backends.cpu.get_cpu_capability() == "AVX2" and load() is not None)
 
 
 @cache
