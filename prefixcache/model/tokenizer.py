@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from prefixcache.errors import InvalidRequest, ModelError
 from prefixcache.model.digest import tokenizer_digest
+from prefixcache.model.encoding_memo import EncodingMemo
 from prefixcache.model.text_stream import ByteStream, TextStream, WindowStream, decoder_steps
 
 
@@ -47,6 +48,7 @@ class Tokenizer:
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
+        self._memo = EncodingMemo(self._backend)
         self._adds_bos = self.bos_token_id is not None and self.encode("")[:1] == [self.bos_token_id]
         added_tokens = self._backend.get_added_tokens_decoder()
         self._special_token_ids = frozenset(token_id for token_id, token in added_tokens.items() if token.special)
@@ -58,8 +60,10 @@ class Tokenizer:
         With `add_special_tokens`, whatever the model expects around a text is added once: a text that already
         begins with BOS, such as a chat that the caller rendered, gets no second one.
         """
-        token_ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        if add_special_tokens and token_ids[:2] == [self.bos_token_id] * 2 and self._adds_bos:
+        if not add_special_tokens:
+            return self._memo.encode(text)
+        token_ids: list[int] = self._backend.encode(text).ids
+        if token_ids[:2] == [self.bos_token_id] * 2 and self._adds_bos:
             del token_ids[0]
         return token_ids
 

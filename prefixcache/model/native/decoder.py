@@ -1,4 +1,4 @@
-"""The forward pass on our own CPU kernels, one call a step: weights and K/V in float32 or bfloat16, the rest float32."""
+"""The forward pass on our own CPU kernels, one call a step: weights and K/V float32 or bfloat16, the rest float32."""
 
 from __future__ import annotations
 

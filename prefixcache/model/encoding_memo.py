@@ -1,0 +1,90 @@
+r"""Remembers how pieces of text were tokenized, so that a long chat sent again is not tokenized again.
+
+A tokenizer takes its added special tokens out of a text before it splits the rest, so that what lies between two of
+them is tokenized by itself:
+
+    <|im_start|> │ user\\nHello, …  │ <|im_end|> │ \\n │ <|im_start|> │ assistant\\n
+
+Each piece is looked up, and only new ones are tokenized. That holds for most tokenizers, not for all: some put a space
+before the first piece alone. `EncodingMemo` tries it out first, and where it fails remembers whole texts only.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from threading import Lock
+
+from cachetools import LRUCache
+from tokenizers import Tokenizer as CompiledTokenizer
+
+MIN_PIECE_CHARS = 64  # shorter ones are tokenized as quickly as they are found
+MAX_BYTES = 64 * 2**20
+_BYTES_BESIDE_TEXT = 200  # of one entry: objects and table
+_PROBES = ("a", " a", "a ", "\n", "  two  words ", "é 你好", "12 345", ".", "\n\n- x\n", "don't", "\u200b", "e\u0301")
+
+
+class EncodingMemo:
+    """The token ids of texts, with no special tokens added. Any thread.
+
+    Args:
+        backend: The compiled tokenizer; it must not change any more.
+        max_bytes: About how much memory to use; what was not used longest goes first.
+    """
+
+    def __init__(self, backend: CompiledTokenizer, max_bytes: int = MAX_BYTES) -> None:
+        self._backend = backend
+        self._lock = Lock()
+        self._known: LRUCache[str, array[int]] = LRUCache(max_bytes, getsizeof=_num_bytes)
+        self._special_ids = {
+            token.content: token_id
+            for token_id, token in backend.get_added_tokens_decoder().items()
+            if token.special and not token.normalized
+        }
+        longest_first = sorted(self._special_ids, key=len, reverse=True)  # as the tokenizer itself prefers them
+        self._separator = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
+        self.splits = self._separator is not None and self._may_split()
+
+    def encode(self, text: str) -> list[int]:
+        """Return what the tokenizer makes of `text`."""
+        if not self.splits or self._separator is None:
+            return self._encode_piece(text).tolist()
+        ids: list[int] = []
+        for index, piece in enumerate(self._separator.split(text)):
+            if index % 2:
+                ids.append(self._special_ids[piece])
+            elif piece:
+                ids.extend(self._encode_piece(piece))
+        return ids
+
+    def _encode_piece(self, piece: str) -> array[int]:
+        if len(piece) < MIN_PIECE_CHARS:
+            return array("I", self._backend.encode(piece, add_special_tokens=False).ids)
+        with self._lock:
+            known = self._known.get(piece)
+        if known is None:
+            known = array("I", self._backend.encode(piece, add_special_tokens=False).ids)
+            if _num_bytes(known) + len(piece) <= self._known.maxsize:
+                with self._lock:
+                    self._known[piece] = known
+        return known
+
+    def _may_split(self) -> bool:
+        """Whether pieces tokenized one by one give what the whole gives."""
+        tokens = self._backend.get_added_tokens_decoder().values()
+        if any(token.lstrip or token.rstrip or token.single_word for token in tokens):
+            return False
+        self.splits = True
+        specials = list(self._special_ids)
+        texts = [
+            f"{before}{special}{after}{specials[-1]}{before}"
+            for before in ("", *_PROBES)
+            for after in ("", *_PROBES)
+            for special in specials[:4]
+        ]
+        return all(self.encode(text) == self._backend.encode(text, add_special_tokens=False).ids for text in texts)
+
+
+def _num_bytes(ids: array[int]) -> int:
+    """About what an entry takes: a token is some four characters of at most four bytes, and its id."""
+    return len(ids) * (ids.itemsize + 16) + _BYTES_BESIDE_TEXT
