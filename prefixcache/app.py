@@ -21,6 +21,7 @@ import torch
 from prefixcache import __version__, storage
 from prefixcache._pb.prefixcache.v1 import inference_pb2 as pb
 from prefixcache.cache.prefix_cache import PrefixCache
+from prefixcache.cache.tiers import WritePolicy
 from prefixcache.config import Settings
 from prefixcache.engine.engine import Engine, EngineLimits, Inbox, News, Publish
 from prefixcache.engine.runner import Runner
@@ -168,6 +169,7 @@ def build_engine(
         tiers.mover,
         served.fingerprint,
         journal,
+        WritePolicy(settings.write_policy),
     )
     engine = Engine(
         runner=Runner(served.decoder, pool),
@@ -284,6 +286,8 @@ class Server:
         """Takes the port, then starts the engine and the service; raises ConfigError if the port is taken."""
         certificates = server_certificates(self._settings)
         self.port = listen(self._grpc, self._settings.host, self._settings.port, certificates)
+        if self._storage.mover is not None:  # it has to choose between loading and computing from the first prompt on
+            self.engine.warm_up()
         self.engine.start()
         await self.health.check()
         await self._grpc.start()

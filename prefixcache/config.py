@@ -149,6 +149,11 @@ class Settings(BaseSettings):
     redis_ttl_s: float = Field(
         24 * 3600.0, gt=0, description="Seconds that a page stays in Redis after it was last written or read."
     )
+    write_policy: Literal["always", "reused"] = Field(
+        "always",
+        description="What disk and Redis are given: all that is computed, or what a later prompt has used: far less "
+        "to write, but a restart or another server finds nothing of what came only once.",
+    )
     max_num_seqs: int = Field(64, gt=0, description="Most samples that are computed at the same time.")
     max_num_batched_tokens: int | None = Field(
         None,

@@ -113,6 +113,9 @@ class TierMetrics:
             ["tier", "direction"],
             registry=registry,
         )
+        self._disk_pages = Gauge("prefixcache_disk_pages", "Pages held on disk.", registry=registry)
+        self._disk_bytes = Gauge("prefixcache_disk_bytes", "Bytes that they take there.", registry=registry)
+        self._disk_size = Gauge("prefixcache_disk_size_bytes", "Most bytes that they may take.", registry=registry)
         self.suspended: set[tuple[Tier, str]] = set()
 
     def open_store(
@@ -167,6 +170,13 @@ class TierMetrics:
     def moving(self, tier: Tier, direction: Direction, num_pages: int) -> None:
         """Adds pages to those on their way; a negative number takes them off."""
         self._in_flight.labels(tier.value, direction.value).inc(num_pages)
+
+    def set_disk(self, num_pages: int, num_bytes: int) -> None:
+        self._disk_pages.set(num_pages)
+        self._disk_bytes.set(num_bytes)
+
+    def set_disk_size(self, num_bytes: int) -> None:
+        self._disk_size.set(num_bytes)
 
 
 class Metrics:

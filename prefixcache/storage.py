@@ -108,7 +108,11 @@ def _build_stores(settings: Settings, value_bytes: int, metrics: TierMetrics) ->
         )
 
     if settings.disk_folder is not None:
-        add(Tier.DISK, DiskStore(settings.disk_folder, settings.disk_size), DISK_ESTIMATE)
+        metrics.set_disk_size(settings.disk_size)
+        disk = DiskStore(
+            settings.disk_folder, settings.disk_size, lambda use: metrics.set_disk(use.num_values, use.num_bytes)
+        )
+        add(Tier.DISK, disk, DISK_ESTIMATE)
     if settings.redis is not None:
         target = parse_redis_url(settings.redis.get_secret_value(), settings.redis_password)
         add(Tier.REMOTE, RedisStore(target, settings.redis_ttl_s), REDIS_ESTIMATE)

@@ -43,8 +43,10 @@ log = logging.getLogger(__name__)
 
 Post = Callable[[Callable[[], None]], None]
 
-# Values read or written in one call: large enough for a store's full speed, small enough to change one's mind between.
+# Values read or written in one call: large enough for a store's full speed.
 BATCH_BYTES = 8 * 2**20
+# Of a slow store, less is read at once: what has not arrived whole is of no use to the computation that meets it.
+BATCH_S = 0.1
 # Pages that may wait to be written; more are not saved, and counted.
 MAX_PENDING_PAGES = 4096
 # Keys remembered as stored in a tier, so that they are not written again: 100,000 pages are 1.6 million tokens.
@@ -138,7 +140,7 @@ class TierMover:
         self._post = post
         self._metrics = metrics
         self._page_bytes = codec.header_bytes + codec.payload_bytes
-        self._batch_pages = max(1, BATCH_BYTES // self._page_bytes)
+        self._max_batch_pages = max(1, BATCH_BYTES // self._page_bytes)
         self._pinned_saves: dict[Save, None] = {}  # oldest first
         self.num_pinned_pages = 0
         self._saves: set[Future[None]] = set()
@@ -239,7 +241,8 @@ class TierMover:
             for run in runs:
                 self._metrics.missed(run.tier, "slower", run.end - run.start)
             return None
-        load = Load(runs, time.monotonic(), expected_s, low=end, floor=start)
+        first_batch = {run.tier: self._first_batch(self._by_tier[run.tier].estimate) for run in runs}
+        load = Load(runs, time.monotonic(), expected_s, first_batch, low=end, floor=start)
         self._note_moving(load, 1)
         identities = self._identities(search.chain, key, start, end)
         self._start(self._load(load, identities, lease.page_table[start:end], self._transfer.fence()))
@@ -263,6 +266,10 @@ class TierMover:
         meet = meeting_page(self.prefill, start, load.low, self._page_size, seconds_per_page, 0.0)
         return max(0, meet * self._page_size - num_computed_tokens) if meet > start else 0
 
+    def _first_batch(self, estimate: TransferEstimate) -> int:
+        """Start with one page where nothing was measured yet: it soon shows what to ask for next."""
+        return self._batch_pages(estimate.seconds_per_byte * self._page_bytes) if estimate.num_bytes_observed else 1
+
     async def _load(
         self, load: Load, identities: list[PageIdentity], pages: list[int], fence: torch.cuda.Event | None
     ) -> None:
@@ -284,21 +291,21 @@ class TierMover:
     ) -> bool:
         """Load one tier's pages; False where something was missing, wrong, or no longer wanted. Store thread."""
         tier, first = self._by_tier[run.tier], load.start
-        batches = [
-            (max(run.start, high - self._batch_pages), high) for high in range(run.end, run.start, -self._batch_pages)
-        ]
+        high = run.end
+        low = max(run.start, high - load.first_batch[run.tier])
         started_s = time.monotonic()
-        reading = self._read(tier.store, identities[batches[0][0] - first : batches[0][1] - first])
+        reading = self._read(tier.store, identities[low - first : high - first])
         try:
-            for index, (low, high) in enumerate(batches):
+            while True:
                 try:
                     values = await reading
                 except StoreError as error:
                     self._metrics.missed(run.tier, error.kind, high - run.start)
                     return False
-                following = batches[index + 1] if index + 1 < len(batches) else None
-                if following is not None and following[1] > load.floor:
-                    reading = self._read(tier.store, identities[following[0] - first : following[1] - first])
+                read_s = time.monotonic() - started_s
+                next_low = max(run.start, low - self._batch_pages(read_s / (high - low)))
+                if low > max(run.start, load.floor):
+                    reading = self._read(tier.store, identities[next_low - first : low - first])
                 payloads, wrong = await self._verified(tier, values, identities[low - first : high - first])
                 num_placed = self._place(load, high, payloads, pages[: high - first], fence)
                 now_s = time.monotonic()
@@ -309,12 +316,18 @@ class TierMover:
                     self._post(partial(tier.forget, [each.key for each in identities[: high - len(payloads) - first]]))
                 if num_placed < high - low:
                     return False
-                if following is not None and following[1] <= load.floor:
-                    self._metrics.missed(run.tier, "abandoned", following[1] - run.start)
+                if low == run.start:
+                    return True
+                if low <= load.floor:
+                    self._metrics.missed(run.tier, "abandoned", low - run.start)
                     return False
-            return True
+                low, high = next_low, low
         finally:
             reading.cancel()  # what is still under way when something before it was wrong; its answer reaches nobody
+
+    def _batch_pages(self, seconds_per_page: float) -> int:
+        """Choose how many pages to read at once from a store of this speed. Any thread."""
+        return max(1, min(self._max_batch_pages, int(BATCH_S / max(seconds_per_page, 1e-9))))
 
     def _read(self, store: PageStore, identities: list[PageIdentity]) -> asyncio.Task[list[Value | None]]:
         return asyncio.ensure_future(store.read([identity.key for identity in identities]))
@@ -434,9 +447,9 @@ class TierMover:
         try:
             async with self._save_turn:
                 if self._save_buffer is None:
-                    self._save_buffer = self._transfer.new_buffer(self._batch_pages, self._codec.header_bytes)
-                for start in range(0, len(save.pages), self._batch_pages):
-                    batch = save.pages[start : start + self._batch_pages]
+                    self._save_buffer = self._transfer.new_buffer(self._max_batch_pages, self._codec.header_bytes)
+                for start in range(0, len(save.pages), self._max_batch_pages):
+                    batch = save.pages[start : start + self._max_batch_pages]
                     with save.lock:
                         if not save.is_pinned:
                             return

@@ -9,48 +9,66 @@ quicker does more of the work, and a load that falls behind simply meets the com
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
-# Steps remembered for the prefill estimate: enough to see different lengths, few enough to follow a change. A long run
-# of short ones, as decoding is, does not push out what is known of prompts.
-NUM_LONG_STEPS, NUM_SHORT_STEPS = 48, 16
-LONG_TOKENS = 16
+# Steps remembered of each order of magnitude of their tokens: few enough to follow a change.
+NUM_STEPS = 8
+# Where steps contradict each other the later one counts: a step's weight in the fit falls with each that follows it,
+# down to what is still enough to speak of lengths that no later step had.
+FADING, LEAST_WEIGHT = 0.97, 0.1
 # A step is believed to say something about longer ones, too, from this many tokens on; and how many such it takes.
 TELLING_TOKENS, MIN_TELLING = 256, 3
-# Weight of a new transfer in its tier's estimate.
-SMOOTHING = 0.3
+# What is left of an older estimate after a transfer of so many bytes, or after a measured latency.
+FADING_TRANSFERS, FADING_BYTES = 0.7, 8 * 2**20
 # A load whose time is up by this factor is no longer believed: what is left is taken to need as long again.
 PATIENCE = 1.25
+# How much of a load has to have arrived for its own pace to count as much as what was expected.
+TRUST = 0.1
+# Loading and computing at once must promise to take at most this part of the quicker of the two alone: they get in each
+# other's way, on a CPU above all, and a step of computation cannot be called back when the load is quicker.
+WORTHWHILE = 0.8
+
+
+class _Step(NamedTuple):
+    num_tokens: int
+    pairs: float
+    seconds: float
+    serial: int
 
 
 class PrefillEstimate:
     """Seconds that a step takes: a fixed part, a part a token, and a part a (query, key) pair for attention.
 
-    Fitted by least squares to the last steps that were really run. Engine thread only.
+    Fitted by least squares to the last steps that were really run, short and long ones remembered apart: a long answer
+    is hundreds of steps of one token, which say little about a prompt and must not take the place of what does.
+    Engine thread only.
     """
 
     def __init__(self) -> None:
-        self._long: deque[tuple[float, float, float]] = deque(maxlen=NUM_LONG_STEPS)
-        self._short: deque[tuple[float, float, float]] = deque(maxlen=NUM_SHORT_STEPS)
+        self._steps: defaultdict[int, deque[_Step]] = defaultdict(lambda: deque(maxlen=NUM_STEPS))
+        self._num_observed = 0
         self._weights: tuple[float, float, float] | None = None
 
     @property
     def is_known(self) -> bool:
         """Whether any step has been seen."""
-        return bool(self._long or self._short)
+        return bool(self._steps)
 
     def observe(self, num_tokens: int, pairs: float, seconds: float) -> None:
         """Note one step: its new tokens, the (query, key) pairs they attended to, and how long it took."""
-        (self._long if num_tokens >= LONG_TOKENS else self._short).append((num_tokens, pairs, seconds))
+        self._num_observed += 1
+        self._steps[num_tokens.bit_length()].append(_Step(num_tokens, pairs, seconds, self._num_observed))
         self._weights = None
 
     def is_sure_of(self, num_tokens: int) -> bool:
         """Whether enough steps have been seen that were not much shorter, to refuse something because of it."""
         enough = min(num_tokens, TELLING_TOKENS) / 2
-        return sum(step[0] >= enough for step in (*self._long, *self._short)) >= MIN_TELLING
+        return sum(step.num_tokens >= enough for step in chain.from_iterable(self._steps.values())) >= MIN_TELLING
 
     def seconds(self, num_tokens: int, context_len: int) -> float:
         """Estimate a prefill of `num_tokens` behind `context_len` tokens; 0 while nothing has been measured."""
@@ -62,13 +80,14 @@ class PrefillEstimate:
         return fixed + per_token * num_tokens + per_pair * attention_pairs(num_tokens, context_len)
 
     def _fit(self) -> tuple[float, float, float]:
-        steps = np.array((*self._long, *self._short))
+        steps = np.array(list(chain.from_iterable(self._steps.values())))
         seconds = steps[:, 2]
         features = np.column_stack((np.ones(len(steps)), steps[:, 0], steps[:, 1]))
+        weights = np.maximum(LEAST_WEIGHT, FADING ** (self._num_observed - steps[:, 3]))
         # every row divided by its own time: relative errors count, so short steps are not drowned by long ones
-        solution, *_ = np.linalg.lstsq(features / seconds[:, None], np.ones(len(steps)), rcond=None)
+        solution, *_ = np.linalg.lstsq(features * (weights / seconds)[:, None], weights)
         if len(steps) < 3 or (solution < 0).any():  # too little variety to tell the parts apart: all of it a token
-            return 0.0, float(seconds.sum() / steps[:, 0].sum()), 0.0
+            return 0.0, float(weights @ seconds / (weights @ steps[:, 0])), 0.0
         fixed, per_token, per_pair = solution.tolist()
         return fixed, per_token, per_pair
 
@@ -87,18 +106,18 @@ class TransferEstimate:
 
     latency_s: float
     seconds_per_byte: float
-    num_observed: int = 0
+    num_bytes_observed: int = 0
 
     def observe(self, num_bytes: int, seconds: float) -> None:
-        """Note one finished transfer."""
+        """Note one finished transfer, or part of one: the more bytes the more it counts."""
         rate = max(seconds - self.latency_s, 0.1 * seconds) / num_bytes
-        weight = 1.0 if self.num_observed == 0 else SMOOTHING
+        self.num_bytes_observed += num_bytes
+        weight = max(1 - FADING_TRANSFERS ** (num_bytes / FADING_BYTES), num_bytes / self.num_bytes_observed)
         self.seconds_per_byte += weight * (rate - self.seconds_per_byte)
-        self.num_observed += 1
 
     def observe_latency(self, seconds: float) -> None:
         """Note one round trip that carried next to nothing."""
-        self.latency_s += SMOOTHING * (seconds - self.latency_s)
+        self.latency_s += (1 - FADING_TRANSFERS) * (seconds - self.latency_s)
 
     def seconds(self, num_bytes: float) -> float:
         return self.latency_s + self.seconds_per_byte * num_bytes if num_bytes > 0 else 0.0
@@ -115,8 +134,10 @@ def remaining_seconds(estimate: TransferEstimate, total_bytes: int, loaded_bytes
     expected_s = estimate.seconds(total_bytes)
     left_s = estimate.seconds_per_byte * (total_bytes - loaded_bytes)
     if loaded_bytes:
-        own_pace_s = elapsed_s / loaded_bytes * (total_bytes - loaded_bytes)
-        return max(left_s, own_pace_s) if elapsed_s > expected_s * loaded_bytes / total_bytes else left_s
+        if elapsed_s <= expected_s * loaded_bytes / total_bytes:
+            return left_s
+        own_pace = (elapsed_s + TRUST * expected_s) / (loaded_bytes + TRUST * total_bytes)
+        return max(left_s, own_pace * (total_bytes - loaded_bytes))
     if elapsed_s <= PATIENCE * expected_s:
         return max(expected_s - elapsed_s, left_s * 0.1)
     return elapsed_s
@@ -149,4 +170,8 @@ def meeting_page(
             high = middle
         else:
             low = middle + 1
-    return min((low, max(low - 1, start_page), end_page), key=lambda page: max(compute_s(page), load_s(page)))
+    best = min((low, max(low - 1, start_page), end_page), key=lambda page: max(compute_s(page), load_s(page)))
+    load_all_s, compute_all_s = load_s(start_page), compute_s(end_page)
+    if max(compute_s(best), load_s(best)) <= WORTHWHILE * min(load_all_s, compute_all_s):
+        return best
+    return start_page if load_all_s <= compute_all_s else end_page

@@ -17,7 +17,7 @@ from typing import Any
 from prefixcache.cache.host_tier import HostTier
 from prefixcache.cache.mover import TierMover
 from prefixcache.cache.planner import PrefillEstimate, attention_pairs
-from prefixcache.cache.tiers import Load, Search
+from prefixcache.cache.tiers import Load, Search, WritePolicy
 from prefixcache.kv.page_pool import PagePool
 from prefixcache.request import DEFAULT_NAMESPACE, Namespace, Tier
 from prefixcache.tree.contents import contents, name_pages
@@ -68,6 +68,7 @@ class PrefixCache:
         mover: Reaches the stores; None where there are none.
         fingerprint: Names the model and the layout of its K/V outside the process.
         journal: Told what is published and what is given up; None where nobody will ever want to know.
+        write_policy: What the stores are to write.
     """
 
     def __init__(
@@ -79,8 +80,10 @@ class PrefixCache:
         mover: TierMover | None = None,
         fingerprint: bytes = b"",
         journal: PageJournal | None = None,
+        write_policy: WritePolicy = WritePolicy.ALWAYS,
     ) -> None:
         self._journal = journal or PageJournal(0, lambda sequence, events: None)
+        self._write_policy = write_policy
         self._host = host
         self._mover = mover
         self._own_prefill = PrefillEstimate()
@@ -163,7 +166,7 @@ class PrefixCache:
             usable -= partial
         num_key_tokens = len(key) // BYTES_PER_TOKEN
         lease.num_cached_tokens = usable
-        lease.num_offered_pages = lease.num_shared_pages
+        lease.num_offered_pages = lease.num_shared_pages if self._write_policy is WritePolicy.ALWAYS else 0
         lease.final_state = match.final_state if usable == num_key_tokens else None
         lease.cached_tokens = {Tier.DEVICE: min(usable, num_key_tokens - 1)}
         if reuse and lease.final_state is None:
@@ -393,10 +396,15 @@ class PrefixCache:
         return lease.chain.digests[start:end]
 
     def _offer(self, lease: Lease, key: bytes) -> None:
-        """Have the stores write what this lease has published since it was last asked."""
-        start, end = lease.num_offered_pages, lease.num_shared_pages
-        if self._mover is None or lease.chain is None or lease.node is None or start >= end:
+        """Have the stores write what this lease has published, or used, since it was last asked."""
+        if self._mover is None or lease.node is None:
             return
+        start, end = lease.num_offered_pages, lease.num_shared_pages
+        if self._write_policy is WritePolicy.REUSED:
+            end = min(end, sum(lease.cached_tokens.values()) // self._page_size)
+        if start >= end or not self._digests(lease, key, start, end):
+            return
+        assert lease.chain is not None
         node = lease.node
         self._tree.pin(node)
         self._mover.save(lease.chain, key, start, lease.page_table[start:end], lambda: self._tree.unpin(node))

@@ -8,9 +8,17 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from prefixcache.request import Tier
 from prefixcache.tree.hashing import DigestChain
+
+
+class WritePolicy(StrEnum):
+    """Which published pages the stores are to write."""
+
+    ALWAYS = "always"  # all of them, once their prompt or answer is computed
+    REUSED = "reused"  # those that a later prompt has used
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +58,7 @@ class Load:
         runs: Which pages come from which tier, in page order.
         started_s: When it was given to the stores.
         expected_s: What the planner thought that all of it would take.
+        first_batch: How many pages each tier is first asked for at once.
         low: Pages [low, end) are there and verified.
         floor: Pages below it are the computation's; none of them is written by the store thread any more.
         is_done: Nothing more will come. Engine thread only.
@@ -58,6 +67,7 @@ class Load:
     runs: list[TierRun]
     started_s: float
     expected_s: float
+    first_batch: dict[Tier, int]
     low: int
     floor: int
     is_done: bool = False

@@ -28,6 +28,7 @@ from prefixcache.engine.open_request import DeltaSink, OpenRequest, Sample, endi
 from prefixcache.engine.runner import Runner
 from prefixcache.engine.scheduler import Scheduler, StepPlan, Work
 from prefixcache.engine.sequence import Sequence
+from prefixcache.engine.warm_up import warm_up
 from prefixcache.errors import DeadlinePassed, EngineFailed, InvalidRequest, NotServing, PrefixCacheError
 from prefixcache.metrics import HitKind, Metrics, PageState
 from prefixcache.model.tokenizer import Tokenizer
@@ -136,6 +137,10 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # --- any thread --------------------------------------------------------------------------------------------
+
+    def warm_up(self) -> None:
+        """Learn what computing costs before anybody waits for it; takes as long as a prompt. Before `start`."""
+        warm_up(self._runner, self._cache, self._scheduler.max_num_batched_tokens)
 
     def start(self) -> None:
         self._thread.start()

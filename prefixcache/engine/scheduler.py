@@ -69,7 +69,7 @@ class Scheduler:
     def __init__(self, cache: PrefixCache, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         self._cache = cache
         self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)  # every decode fits
+        self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)  # every decode fits
         self._waiting: list[Sequence] = []  # by arrival
         self._running: list[Sequence] = []  # by admission
         self._serving = itertools.count(1)
@@ -136,7 +136,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Decide one step. Leases are taken, extended and released on the way."""
         plan = StepPlan()
-        budget = self._max_num_batched_tokens - self._schedule_decodes(plan)
+        budget = self.max_num_batched_tokens - self._schedule_decodes(plan)
         self._schedule_prefills(plan, budget)
         return plan
 

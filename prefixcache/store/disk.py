@@ -16,7 +16,7 @@ from typing import ParamSpec, TypeVar
 import lmdb
 
 from prefixcache.store.base import StoreClosed, StoreDamaged, StoreError, StoreFull, Value
-from prefixcache.store.lru_file import UNREADABLE, LruFile
+from prefixcache.store.lru_file import UNREADABLE, DiskUse, LruFile
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -28,8 +28,10 @@ MAX_NOTED_READS = 16_384  # then they are written down without waiting for a wri
 class DiskStore:
     """A PageStore in one folder. Event loop only, but for the constructor, which blocks while it opens the file."""
 
-    def __init__(self, folder: Path, max_bytes: int) -> None:
+    def __init__(self, folder: Path, max_bytes: int, observe: Callable[[DiskUse], None] = lambda _: None) -> None:
         """Opens or makes the folder; its file never takes more than `max_bytes`.
+
+        `observe` is told what the file holds: now, and after each change, on the thread that writes.
 
         Raises:
             ConfigError: The folder cannot be used, or is in use (StoreInUse).
@@ -40,6 +42,8 @@ class DiskStore:
         self._writer = ThreadPoolExecutor(1, "disk-write")
         self._noted_reads: dict[bytes, None] = {}  # oldest first
         self._is_closed = False
+        self._observe = observe
+        observe(self._file.use())
 
     def __repr__(self) -> str:
         return f"DiskStore({self._folder})"
@@ -60,10 +64,10 @@ class DiskStore:
     async def write(self, entries: Sequence[tuple[bytes, Value]]) -> None:
         if self._noted_reads:
             await self._run(self._writer, self._file.note_use, self._take_noted_reads())
-        await self._run(self._writer, self._file.write, entries)
+        await self._run(self._writer, self._change, self._file.write, entries)
 
     async def delete(self, keys: Sequence[bytes]) -> None:
-        await self._run(self._writer, self._file.delete, keys)
+        await self._run(self._writer, self._change, self._file.delete, keys)
 
     async def close(self) -> None:
         if not self._is_closed:
@@ -75,6 +79,10 @@ class DiskStore:
         self._writer.submit(self._file.note_use, self._take_noted_reads())
         self._writer.shutdown()
         self._file.close()
+
+    def _change(self, change: Callable[[Sequence[T]], None], items: Sequence[T]) -> None:
+        change(items)
+        self._observe(self._file.use())
 
     def _take_noted_reads(self) -> list[bytes]:
         noted, self._noted_reads = list(self._noted_reads), {}

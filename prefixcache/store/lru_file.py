@@ -41,6 +41,13 @@ class StoreInUse(ConfigError):
     """Another process has this folder open."""
 
 
+class DiskUse(NamedTuple):
+    """What a file holds: bytes, of which a value takes more than its own length, and values."""
+
+    num_bytes: int
+    num_values: int
+
+
 class _Aged(NamedTuple):
     key: bytes
     value: Value
@@ -116,6 +123,12 @@ class LruFile:
         with self._environment.begin(write=True) as txn:
             for key in keys:
                 self._remove(txn, key)
+
+    def use(self) -> DiskUse:
+        """Returns how much of the bound is taken."""
+        with self._environment.begin() as txn:
+            num_values: int = txn.stat(self._values)["entries"]
+            return DiskUse(self._pages_in_use(txn) * self._page_bytes, num_values)
 
     def close(self) -> None:
         """Closes the file and lets the next process in."""

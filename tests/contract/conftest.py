@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from prefixcache.store.redis import RedisStore
 from prefixcache.store.redis_url import parse_redis_url
 from tests.support.redis_server import (
     RedisServer,
+    ValkeyServer,
     redis_cluster,
     redis_sentinel,
     redis_server,
@@ -23,7 +25,7 @@ from tests.support.redis_server import (
 
 PASSWORD = "correct horse/battery:staple@1"
 PASSWORD_IN_URL = "correct%20horse%2Fbattery%3Astaple%401"
-KINDS = ("disk", "redis", "redis-unix", "redis-tls", "redis-cluster", "redis-sentinel")
+KINDS = ("disk", "valkey", "redis", "redis-unix", "redis-tls", "redis-cluster", "redis-sentinel")
 PATIENT = GuardLimits(base_s=10.0)
 
 
@@ -42,6 +44,16 @@ def single_url(single: RedisServer) -> str:
 @pytest.fixture(scope="session")
 def unix_url(single: RedisServer) -> str:
     return f"unix://{single.folder / 'socket'}?db=1"
+
+
+@pytest.fixture(scope="session")
+def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    if shutil.which(ValkeyServer.binary) is None:
+        pytest.skip("there is no valkey-server")
+    server = ValkeyServer(tmp_path_factory.mktemp("valkey"))
+    server.start()
+    yield server.url
+    server.kill()
 
 
 @pytest.fixture(scope="session")

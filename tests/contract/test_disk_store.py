@@ -18,7 +18,7 @@ import pytest
 from prefixcache.errors import ConfigError
 from prefixcache.store.base import StoreFull, ValueTooLarge
 from prefixcache.store.disk import DiskStore
-from prefixcache.store.lru_file import StoreInUse
+from prefixcache.store.lru_file import DiskUse, StoreInUse
 from tests.support.disk_writer import MAX_BYTES, NUM_KEYS, key, value
 
 MIB = 2**20
@@ -52,6 +52,25 @@ async def test_the_least_recently_used_make_room(tmp_path: Path) -> None:
     assert there == [0, 3, 7, *range(oldest_unread, 180)]
     assert oldest_unread > 7
     await store.close()
+
+
+async def test_it_tells_how_much_it_holds(tmp_path: Path) -> None:
+    seen: list[DiskUse] = []
+    store = DiskStore(tmp_path, 16 * MIB, seen.append)
+    assert seen[-1].num_values == 0
+    await store.write([(key(number), value(number)) for number in range(10)])
+    full = seen[-1]
+    assert full.num_values == 10
+    assert full.num_bytes > sum(len(value(number)) for number in range(10))
+    await store.delete([key(number) for number in range(4)])
+    assert seen[-1].num_values == 6
+    assert seen[-1].num_bytes < full.num_bytes
+    for number in range(10, 200):
+        await store.write([(key(number), value(number))])
+    assert max(use.num_bytes for use in seen) <= 16 * MIB
+    await store.close()
+    await DiskStore(tmp_path, 16 * MIB, seen.append).close()
+    assert seen[-1] == seen[-2]
 
 
 async def test_what_was_read_stays_recent_over_a_restart(tmp_path: Path) -> None:

@@ -127,3 +127,28 @@ def test_the_engine_ends_while_loading(server: RedisServer) -> None:
         started_s = time.monotonic()
     assert time.monotonic() - started_s < 3, "closing the stores hangs"
     assert not [thread for thread in threading.enumerate() if thread.name == "stores" and thread.is_alive()]
+
+
+def test_what_computing_costs_is_known_before_the_first_prompt(server: RedisServer) -> None:
+    with TieredService(FAMILY, num_pages=4, always_loads=False, redis=server.url) as service:
+        assert service.mover is not None
+        assert not service.mover.prefill.is_known
+        service.warm_up()
+        assert service.mover.prefill.seconds(64, 0) > 0
+        assert service.num_prefilled_tokens == 0
+        service.check()
+        assert service.cache.page_counts().free == 4
+
+
+@pytest.mark.parametrize(("bytes_per_s", "least", "most"), [(None, 2, 2), (400_000, 4, 9)])
+def test_a_slow_store_is_read_in_small_pieces(
+    bytes_per_s: float | None, least: int, most: int, server: RedisServer
+) -> None:
+    """The first page shows the pace, and of a slow store little is asked at once, so that it can be met at a page."""
+    prompt = stored_prompt(server, 570)
+    with line_to(server.port) as line, TieredService(FAMILY, redis=line.url) as service:
+        line.set(bytes_per_s=bytes_per_s)  # 43 ms a page
+        stream = service.run_one(greedy(prompt, 4))
+        assert least <= service.num_reads(Tier.REMOTE) <= most
+    assert_exact(stream, oracle(FAMILY))
+    assert cached_by_tier(stream) == RESTORED

@@ -254,3 +254,18 @@ def test_a_load_that_ends_between_two_looks_at_it(tmp_path: Path, monkeypatch: p
         stream = service.run_one(greedy(prompt, 5))
     assert_exact(stream, oracle(FAMILY))
     assert cached_by_tier(stream) == {Tier.DEVICE: 35, Tier.DISK: 96 - 35}
+
+
+def test_what_came_once_is_not_written_where_only_reused_pages_are(store: StoreSettings) -> None:
+    tier, settings = store
+    prompts = Prompts(900)
+    once, twice = prompts.tokens(100), prompts.tokens(100)
+    with TieredService(FAMILY, write_policy="reused", **settings) as service:
+        service.run(greedy(once, 1), greedy(twice, 1))
+        service.run_one(greedy([*twice[:70], *prompts.tokens(40)], 1))
+        answer = service.run_one(greedy(once[:50], 20)).token_ids
+    with TieredService(FAMILY, write_policy="reused", **settings) as service:
+        found = [service.run_one(greedy(prompt, 4)) for prompt in (twice, once, [*once[:50], *answer])]
+    for stream in found:
+        assert_exact(stream, oracle(FAMILY))
+    assert [stream.usage.cached_tokens_by_tier.get(tier, 0) for stream in found] == [64, 48, 0]

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedModel
 
-from tests.support.models import tiny_model
+from tests.support.models import slow_model, tiny_model
 from tests.support.tokenizers import byte_level
 
 
@@ -23,7 +24,16 @@ def restored_logging() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    tiny_model("llama-gqa").save_pretrained(folder)
+    return _saved(tiny_model("llama-gqa"), tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def slow_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For tests of what is loaded: with the tiny model computing may be the quicker way."""
+    return _saved(slow_model(), tmp_path_factory.mktemp("model") / "slow")
+
+
+def _saved(model: PreTrainedModel, folder: Path) -> Path:
+    model.save_pretrained(folder)
     byte_level()._chat_tokenizer.save_pretrained(folder)
     return folder

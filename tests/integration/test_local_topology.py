@@ -29,8 +29,8 @@ def answer(replica: Replica) -> pb.CompleteResponse:
         return client.complete(token_ids=PROMPT, max_tokens=8, temperature=0.0, ignore_eos=True)
 
 
-def test_a_request_is_warm_on_the_other_replica_and_both_are_scraped(model_folder: Path, tmp_path: Path) -> None:
-    flags = ("--model", str(model_folder), "--cache-tokens", "2048", "--threads", "1", "--disk-size", "64MiB")
+def test_a_request_is_warm_on_the_other_replica_and_both_are_scraped(slow_model_folder: Path, tmp_path: Path) -> None:
+    flags = ("--model", str(slow_model_folder), "--cache-tokens", "2048", "--threads", "1", "--disk-size", "64MiB")
     with Topology(tmp_path, *flags, redis_memory="64mb") as topology:
         one, other = topology.replicas
         computed = answer(one)

@@ -46,11 +46,14 @@ def wait_until_saved(running: LocalServer, tier: str) -> None:
         time.sleep(0.02)
 
 
-def test_another_server_and_a_successor_find_what_one_has_computed(model_folder: Path, tmp_path: Path) -> None:
+def test_another_server_and_a_successor_find_what_one_has_computed(slow_model_folder: Path, tmp_path: Path) -> None:
     """On Redis while it runs, and on disk after it was killed."""
     disk = ("--disk", str(tmp_path / "disk"), "--disk-size", "64MiB")
     with redis_server(tmp_path) as redis:
-        starting = server(model_folder, 1, "--redis", redis.url, *disk), server(model_folder, 2, "--redis", redis.url)
+        starting = (
+            server(slow_model_folder, 1, "--redis", redis.url, *disk),
+            server(slow_model_folder, 2, "--redis", redis.url),
+        )
         with starting[0] as one, starting[1] as other:
             computed = answer(one)
             for tier in ("remote", "disk"):
@@ -58,7 +61,7 @@ def test_another_server_and_a_successor_find_what_one_has_computed(model_folder:
             from_redis = answer(other)
             one.process.kill()
             one.process.wait()
-            with server(model_folder, 3, *disk) as successor:
+            with server(slow_model_folder, 3, *disk) as successor:
                 from_disk = answer(successor)
 
     assert computed.usage.cached_tokens == 0

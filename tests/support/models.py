@@ -106,8 +106,18 @@ def tiny_model(family: str) -> PreTrainedModel:
     Args:
         family: One of `FAMILIES`.
     """
+    return _build(family)
+
+
+@cache
+def slow_model() -> PreTrainedModel:
+    """One that computes for much longer than its K/V takes to load, so that a server loads whatever it finds."""
+    return _build("llama-gqa", intermediate_size=8192)
+
+
+def _build(family: str, **changes: int) -> PreTrainedModel:
     model_class, config_class, settings = _FAMILIES[family]
-    config = config_class(**_COMMON | settings)
+    config = config_class(**_COMMON | settings | changes)
     config._attn_implementation = "eager"  # plain matrix products: no kernel that the code under test might share
     model = model_class(config).eval().requires_grad_(False)
     _draw_weights(model)

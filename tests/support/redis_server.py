@@ -19,6 +19,8 @@ START_LIMIT_S = 20.0
 class RedisServer:
     """One `redis-server` process on loopback, with nothing saved to disk unless the arguments say so."""
 
+    binary = "redis-server"
+
     def __init__(
         self, folder: Path, *arguments: str, port: int | None = None, sentinel_config: Path | None = None
     ) -> None:
@@ -35,7 +37,7 @@ class RedisServer:
 
     def start(self) -> None:
         """Starts it and returns once it answers."""
-        binary = _require("redis-server")
+        binary = _require(self.binary)
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen([binary, *self._arguments], stdout=log, stderr=log)
@@ -63,6 +65,12 @@ class RedisServer:
         """Returns what `redis-cli` prints for one command; errors are part of it."""
         command = [_require("redis-cli"), "-h", "127.0.0.1", "-p", str(self.port), *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout.strip()
+
+
+class ValkeyServer(RedisServer):
+    """One `valkey-server` process; few machines have it."""
+
+    binary = "valkey-server"
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from prefixcache.cache.mover import TierMover
 from prefixcache.cache.planner import PrefillEstimate
 from prefixcache.cache.prefix_cache import PrefixCache
+from prefixcache.cache.tiers import WritePolicy
 from prefixcache.config import Settings
 from prefixcache.engine.engine import Engine, EngineLimits, Inbox, News
 from prefixcache.engine.runner import Runner
@@ -77,14 +78,19 @@ class TieredService(InProcess):
         self.fingerprint = kv_fingerprint(spec, layout, digest, tokenizer().digest(), FORMAT_VERSION)
         self.codec = PageCodec(self.fingerprint, PAGE_SIZE, layout.bytes_per_page)
         self._inbox: Inbox = SimpleQueue()
-        self.storage = Storage(
-            Settings(**settings), self.fingerprint, self.pool, layout, self.metrics.tiers, self._inbox.put
-        )
+        chosen = Settings(**settings)
+        self.storage = Storage(chosen, self.fingerprint, self.pool, layout, self.metrics.tiers, self._inbox.put)
         self.mover: TierMover | None = self.storage.mover
         if self.mover is not None and always_loads:
             self.mover.prefill = SlowPrefill()
         self.cache = PrefixCache(
-            self.tree, self.pool, None, self.storage.host, self.mover, fingerprint=self.fingerprint
+            self.tree,
+            self.pool,
+            None,
+            self.storage.host,
+            self.mover,
+            self.fingerprint,
+            write_policy=WritePolicy(chosen.write_policy),
         )
         self._runner = Runner(decoder, self.pool)
         self._max_num_seqs = min(max_num_seqs, chunk)
@@ -97,6 +103,10 @@ class TieredService(InProcess):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.storage.close()
+
+    def warm_up(self) -> None:
+        """What a server does before it takes requests."""
+        self._new_engine().warm_up()
 
     def check(self) -> None:
         """Waits for what is being written, and then checks every invariant of the idle cache."""
@@ -118,6 +128,10 @@ class TieredService(InProcess):
 
     def not_saved(self, tier: Tier, reason: str) -> int:
         return self._count("tier_not_saved_pages_total", tier=tier.value, reason=reason)
+
+    def num_reads(self, tier: Tier) -> int:
+        """Calls that read pages from a tier."""
+        return self._count("store_call_seconds_count", tier=tier.value, operation="read")
 
     @property
     def num_host_pages_reported(self) -> int:
