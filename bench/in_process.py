@@ -24,6 +24,7 @@ from prefixcache.engine.engine import News
 from prefixcache.errors import PrefixCacheError
 from prefixcache.metrics import Metrics
 from prefixcache.request import Delta, GenerateRequest, SamplingParams, Tier, Usage
+from prefixcache.tree.events import PageJournal
 
 REQUEST_LIMIT_S = 300.0
 WRITE_LIMIT_S = 60.0
@@ -65,7 +66,9 @@ class Service:
     def __init__(self, served: app.ServedModel, settings: Settings, **tiers: Any) -> None:
         self.metrics = Metrics()
         changed = settings.model_copy(update=tiers)
-        self._engine, self._storage = app.build_engine(served, changed, self.metrics, _publish)
+        self._engine, self._storage = app.build_engine(
+            served, changed, self.metrics, _publish, PageJournal(0, lambda sequence, events: None)
+        )
         self.mover = self._storage.mover
 
     def ask(self, tokens: list[int], *, use_cache: bool = True) -> Answer:

@@ -21,6 +21,8 @@ NUM_STEPS = 8
 # Where steps contradict each other the later one counts: a step's weight in the fit falls with each that follows it,
 # down to what is still enough to speak of lengths that no later step had.
 FADING, LEAST_WEIGHT = 0.97, 0.1
+# Seconds that are nothing: a cost of 0 may come out as a little less.
+ROUNDING = 1e-12
 # A step is believed to say something about longer ones, too, from this many tokens on; and how many such it takes.
 TELLING_TOKENS, MIN_TELLING = 256, 3
 # What is left of an older estimate after a transfer of so many bytes, or after a measured latency.
@@ -86,6 +88,7 @@ class PrefillEstimate:
         weights = np.maximum(LEAST_WEIGHT, FADING ** (self._num_observed - steps[:, 3]))
         # every row divided by its own time: relative errors count, so short steps are not drowned by long ones
         solution, *_ = np.linalg.lstsq(features * (weights / seconds)[:, None], weights)
+        solution[np.abs(solution) < ROUNDING] = 0.0
         if len(steps) < 3 or (solution < 0).any():  # too little variety to tell the parts apart: all of it a token
             return 0.0, float(weights @ seconds / (weights @ steps[:, 0])), 0.0
         fixed, per_token, per_pair = solution.tolist()
