@@ -18,6 +18,8 @@ from threading import Lock
 from cachetools import LRUCache
 from tokenizers import Tokenizer as CompiledTokenizer
 
+from prefixcache.request import Namespace
+
 MIN_PIECE_CHARS = 64  # shorter ones are tokenized as quickly as they are found
 MAX_BYTES = 64 * 2**20
 _BYTES_BESIDE_TEXT = 200  # of one entry: objects and table
@@ -35,7 +37,7 @@ class EncodingMemo:
     def __init__(self, backend: CompiledTokenizer, max_bytes: int = MAX_BYTES) -> None:
         self._backend = backend
         self._lock = Lock()
-        self._known: LRUCache[str, array[int]] = LRUCache(max_bytes, getsizeof=_num_bytes)
+        self._known: LRUCache[tuple[Namespace, str], array[int]] = LRUCache(max_bytes, getsizeof=_num_bytes)
         self._special_ids = {
             token.content: token_id
             for token_id, token in backend.get_added_tokens_decoder().items()
@@ -45,28 +47,28 @@ class EncodingMemo:
         self._separator = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
         self.splits = self._separator is not None and self._may_split()
 
-    def encode(self, text: str) -> list[int]:
-        """Return what the tokenizer makes of `text`."""
+    def encode(self, text: str, namespace: Namespace) -> list[int]:
+        """Return what the tokenizer makes of `text`; what is remembered for one namespace is unknown to all others."""
         if not self.splits or self._separator is None:
-            return self._encode_piece(text).tolist()
+            return self._encode_piece(text, namespace).tolist()
         ids: list[int] = []
         for index, piece in enumerate(self._separator.split(text)):
             if index % 2:
                 ids.append(self._special_ids[piece])
             elif piece:
-                ids.extend(self._encode_piece(piece))
+                ids.extend(self._encode_piece(piece, namespace))
         return ids
 
-    def _encode_piece(self, piece: str) -> array[int]:
+    def _encode_piece(self, piece: str, namespace: Namespace) -> array[int]:
         if len(piece) < MIN_PIECE_CHARS:
             return array("I", self._backend.encode(piece, add_special_tokens=False).ids)
         with self._lock:
-            known = self._known.get(piece)
+            known = self._known.get((namespace, piece))
         if known is None:
             known = array("I", self._backend.encode(piece, add_special_tokens=False).ids)
             if _num_bytes(known) + len(piece) <= self._known.maxsize:
                 with self._lock:
-                    self._known[piece] = known
+                    self._known[namespace, piece] = known
         return known
 
     def _may_split(self) -> bool:
@@ -82,7 +84,9 @@ class EncodingMemo:
             for after in ("", *_PROBES)
             for special in specials[:4]
         ]
-        return all(self.encode(text) == self._backend.encode(text, add_special_tokens=False).ids for text in texts)
+        return all(
+            self.encode(text, Namespace()) == self._backend.encode(text, add_special_tokens=False).ids for text in texts
+        )
 
 
 def _num_bytes(ids: array[int]) -> int:

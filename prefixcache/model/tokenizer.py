@@ -14,6 +14,9 @@ from prefixcache.errors import InvalidRequest, ModelError
 from prefixcache.model.digest import tokenizer_digest
 from prefixcache.model.encoding_memo import EncodingMemo
 from prefixcache.model.text_stream import ByteStream, TextStream, WindowStream, decoder_steps
+from prefixcache.request import Namespace
+
+SHARED = Namespace()
 
 
 class ChatMessage(NamedTuple):
@@ -54,20 +57,21 @@ class Tokenizer:
         self._special_token_ids = frozenset(token_id for token_id, token in added_tokens.items() if token.special)
         self._decoder_steps = decoder_steps(self._backend.decoder)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, namespace: Namespace = SHARED, *, add_special_tokens: bool = True) -> list[int]:
         """Tokenize a text.
 
-        With `add_special_tokens`, whatever the model expects around a text is added once: a text that already
+        Pieces are remembered for `namespace` alone, so that time tells nobody what others have sent. With
+        `add_special_tokens`, whatever the model expects around a text is added once: a text that already
         begins with BOS, such as a chat that the caller rendered, gets no second one.
         """
         if not add_special_tokens:
-            return self._memo.encode(text)
+            return self._memo.encode(text, namespace)
         token_ids: list[int] = self._backend.encode(text).ids
         if token_ids[:2] == [self.bos_token_id] * 2 and self._adds_bos:
             del token_ids[0]
         return token_ids
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def encode_chat(self, messages: Sequence[ChatMessage], namespace: Namespace = SHARED) -> list[int]:
         """Tokenize a conversation, rendered with the model's chat template up to where the answer begins.
 
         The template writes every special token itself. Equal messages give equal ids, unless the template asks for
@@ -85,7 +89,7 @@ class Tokenizer:
             text = self._chat_tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise InvalidRequest("messages", f"the model's chat template refuses them: {error}") from error
-        return self.encode(str(text), add_special_tokens=False)
+        return self.encode(str(text), namespace, add_special_tokens=False)
 
     def digest(self) -> bytes:
         """Return 32 bytes that stand for how text becomes ids. Takes a moment: the whole tokenizer is serialised."""

@@ -16,7 +16,7 @@ from prefixcache.engine.engine import Engine
 from prefixcache.engine.open_request import OpenRequest
 from prefixcache.errors import PrefixCacheError
 from prefixcache.model.tokenizer import Tokenizer
-from prefixcache.request import GenerateRequest
+from prefixcache.request import GenerateRequest, Namespace
 from prefixcache.server.caller import TENANT
 from prefixcache.server.convert import ChatPrompt, ModelLimits, Prompt, TextPrompt, TokenPrompt
 from prefixcache.server.stream import TokenStream
@@ -46,17 +46,17 @@ class Intake:
         )
         self._open: dict[TokenStream, OpenRequest] = {}
 
-    async def token_ids(self, prompt: Prompt) -> list[int]:
-        """The tokens of a prompt."""
+    async def token_ids(self, prompt: Prompt, namespace: Namespace) -> list[int]:
+        """The tokens of a prompt, which is remembered for `namespace` alone."""
         match prompt:
             case TokenPrompt(token_ids):
                 return token_ids
             case TextPrompt(text, add_special_tokens):
                 return await self.beside_the_loop(
-                    lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+                    lambda: self._tokenizer.encode(text, namespace, add_special_tokens=add_special_tokens)
                 )
             case ChatPrompt(messages):
-                return await self.beside_the_loop(lambda: self._tokenizer.encode_chat(messages))
+                return await self.beside_the_loop(lambda: self._tokenizer.encode_chat(messages, namespace))
 
     @contextmanager
     def submitted(self, request: GenerateRequest) -> Iterator[TokenStream]:

@@ -11,7 +11,7 @@ from prefixcache._pb.prefixcache.v1 import inference_pb2 as pb
 from prefixcache._pb.prefixcache.v1 import inference_pb2_grpc as pb_grpc
 from prefixcache.errors import InvalidRequest
 from prefixcache.model.tokenizer import Tokenizer
-from prefixcache.request import GenerateRequest
+from prefixcache.request import GenerateRequest, Namespace
 from prefixcache.server import convert, reply
 from prefixcache.server.caller import TENANT
 from prefixcache.server.intake import Intake, deadline_of
@@ -54,7 +54,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: _Context) -> pb.TokenizeResponse:
         prompt = convert.check_tokenize(request, self._limits)
-        return pb.TokenizeResponse(token_ids=await self._intake.token_ids(prompt))
+        return pb.TokenizeResponse(token_ids=await self._intake.token_ids(prompt, Namespace(TENANT.get())))
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: _Context) -> pb.DetokenizeResponse:
         token_ids = convert.check_detokenize(request, self._limits)
@@ -70,5 +70,5 @@ class InferenceServicer(pb_grpc.InferenceServicer):
     async def _accept(self, request: pb.GenerateRequest, context: _Context) -> GenerateRequest:
         deadline_s = deadline_of(context)
         checked = convert.check(request, self._limits, TENANT.get())
-        token_ids = await self._intake.token_ids(checked.prompt)
+        token_ids = await self._intake.token_ids(checked.prompt, checked.namespace)
         return convert.to_engine(checked, request.request_id, token_ids, self._limits, deadline_s)

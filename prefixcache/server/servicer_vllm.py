@@ -82,7 +82,7 @@ class VllmServicer(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # the p
         deadline_s = deadline_of(context)
         own_request = to_generate_request(request)
         checked = convert.check(own_request, self._intake.limits, TENANT.get())
-        token_ids = await self._intake.token_ids(checked.prompt)
+        token_ids = await self._intake.token_ids(checked.prompt, checked.namespace)
         checked = with_room_for_output(checked, len(token_ids), self._intake.limits)
         accepted = convert.to_engine(checked, own_request.request_id, token_ids, self._intake.limits, deadline_s)
         reply = VllmReply(accepted, is_stream=request.stream)

@@ -9,8 +9,10 @@ from tokenizers import AddedToken
 
 from prefixcache.model.encoding_memo import MIN_PIECE_CHARS, EncodingMemo
 from prefixcache.model.tokenizer import Tokenizer
+from prefixcache.request import Namespace
 from tests.support import tokenizers
 
+ALICE, BOB = Namespace("alice"), Namespace("bob")
 KINDS = {
     "default model": lambda: tokenizers.default_model().tokenizer,
     "byte level": tokenizers.byte_level,
@@ -50,14 +52,25 @@ def test_a_tokenizer_whose_special_tokens_take_spaces_with_them_does_not_split()
     memo = EncodingMemo(backend)
     assert not memo.splits
     text = "left <mask> right" * 20
-    assert memo.encode(text) == memo.encode(text) == backend.encode(text, add_special_tokens=False).ids
+    assert memo.encode(text, ALICE) == memo.encode(text, ALICE) == backend.encode(text, add_special_tokens=False).ids
+
+
+def test_what_one_namespace_sent_is_not_remembered_for_another() -> None:
+    memo = EncodingMemo(tokenizers.byte_level()._backend)
+    text = "a secret that is worth guessing " * 10
+    memo.encode(text, ALICE)
+    size_of_one = memo._known.currsize
+    memo.encode(text, ALICE)
+    assert memo._known.currsize == size_of_one
+    memo.encode(text, BOB)
+    assert memo._known.currsize == 2 * size_of_one
 
 
 def test_memory_is_bounded() -> None:
     backend = tokenizers.byte_level()._backend
     memo = EncodingMemo(backend, max_bytes=100_000)
     for index in range(200):
-        memo.encode(f"{index} " * 500)
+        memo.encode(f"{index} " * 500, ALICE)
     assert 0 < memo._known.currsize <= 100_000
     text = "longer than all there is " * 10_000
-    assert memo.encode(text) == backend.encode(text, add_special_tokens=False).ids
+    assert memo.encode(text, ALICE) == backend.encode(text, add_special_tokens=False).ids
