@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import json
 import random
+import shutil
 import statistics
 import sys
 import tempfile
@@ -45,6 +46,7 @@ REFUSED_BY_DESIGN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAU
 RETRY_LIMIT_S = 120.0
 REQUEST_TIMEOUT_S = 120.0
 SAMPLE_INTERVAL_S = 2.0
+SCRAPE_TIMEOUT_S, IDLE_LIMIT_S = 15.0, 60.0
 PRIVATE_SHARE = 0.25
 ELSEWHERE_SHARE = 0.25
 THINK_S = 1.0
@@ -215,6 +217,7 @@ class Soak:
 
     def _note(self, event: str) -> None:
         self.events.append((round(self.elapsed_s, 1), event))
+        print(f"{self.elapsed_s:6.1f} s  {event}", file=sys.stderr, flush=True)
 
     async def _sample_memory(self) -> None:
         while True:
@@ -288,25 +291,28 @@ def _problem(question: Question, answer: Sequence[int], usage: pb.Usage) -> str 
 
 def _left_over(life: Life, samples: Samples) -> Iterable[str]:
     in_use = 'prefixcache_pages{state="in_use",tier="device"}'
+    if not samples:
+        return [f"{life[0]} does not answer"]
     names = (in_use, "prefixcache_queue_depth", "prefixcache_running_sequences")
     return [f"{life[0]}: {name} is {samples[name]:g}" for name in names if samples[name]]
 
 
 async def _until_idle(replica: Replica) -> Samples:
-    """Reads the counters once nothing runs; what is still being written is waited for, within bounds."""
-    deadline = time.monotonic() + 30.0
-    while True:
-        samples = await asyncio.to_thread(_scrape, replica)
-        assert samples is not None, f"{replica.name} does not answer"
-        if not _left_over(_life(replica), samples) or time.monotonic() > deadline:
-            return samples
+    """Reads the counters once nothing runs, waiting for that within bounds; empty if the replica never answers."""
+    deadline = time.monotonic() + IDLE_LIMIT_S
+    latest: Samples = {}
+    while time.monotonic() < deadline:
+        latest = await asyncio.to_thread(_scrape, replica) or latest
+        if latest and not _left_over(_life(replica), latest):
+            break
         await asyncio.sleep(0.2)
+    return latest
 
 
 def _scrape(replica: Replica) -> Samples | None:
     """All samples by name and labels; None if nobody answers."""
     try:
-        with urllib.request.urlopen(replica.metrics_url, timeout=5) as response:
+        with urllib.request.urlopen(replica.metrics_url, timeout=SCRAPE_TIMEOUT_S) as response:
             text = response.read().decode()
     except (urllib.error.URLError, OSError):
         return None
@@ -387,7 +393,11 @@ def main() -> int:
         console.print(f"Starting two replicas, Redis and Prometheus, for {arguments.duration:g} s of traffic")
         with Topology(Path(folder), *flags, redis_memory="256mb") as topology:
             soak = Soak(topology, threads, arguments.duration, arguments.seed)
-            asyncio.run(soak.run(arguments.clients))
+            try:
+                asyncio.run(soak.run(arguments.clients))
+            finally:
+                for log in Path(folder).glob("*.log"):
+                    shutil.copy(log, arguments.results / f"soak-{log.name}")
             result = as_json(soak, arguments)
     path = arguments.results / f"soak-{result['date'].replace(':', '')}.json"
     path.write_text(json.dumps(result, indent=1))

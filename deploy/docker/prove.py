@@ -131,7 +131,7 @@ def installed_packages(root: Path) -> dict[str, str]:
 def check_packages(root: Path) -> None:
     """Compare the image with lock.txt; a lock that is out of date is written anew, to be looked at and committed."""
     comments = [line for line in LOCK_FILE.read_text().splitlines() if line.startswith("#")]
-    pins = [f"{name}=={version}" for name, version in sorted(installed_packages(root).items())]
+    pins = sorted(f"{name}=={version}" for name, version in installed_packages(root).items())
     content = "\n".join([*comments, *pins, ""])
     if content != LOCK_FILE.read_text():
         LOCK_FILE.write_text(content)
@@ -177,7 +177,7 @@ def run_and_ask(root: Path, config: Mapping[str, Any], folder: Path) -> str:
             return [
                 *("unshare", "--mount", "--propagation", "private", "sh", "-c", MOUNT_ROOT, "prove"),
                 *(str(root), str(mount_point), str(volume)),
-                *("env", "-i", "chroot", str(mount_point), "/usr/bin/env", *environment, "sh", "-c", inside),
+                *("env", "-i", str(shutil.which("chroot")), str(mount_point), "/usr/bin/env", *environment, "sh", "-c", inside),
             ]
 
         started_at = time.monotonic()
