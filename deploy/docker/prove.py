@@ -177,7 +177,8 @@ def run_and_ask(root: Path, config: Mapping[str, Any], folder: Path) -> str:
             return [
                 *("unshare", "--mount", "--propagation", "private", "sh", "-c", MOUNT_ROOT, "prove"),
                 *(str(root), str(mount_point), str(volume)),
-                *("env", "-i", str(shutil.which("chroot")), str(mount_point), "/usr/bin/env", *environment, "sh", "-c", inside),
+                *("env", "-i", str(shutil.which("chroot")), str(mount_point), "/usr/bin/env", *environment),
+                *("sh", "-c", inside),
             ]
 
         started_at = time.monotonic()
