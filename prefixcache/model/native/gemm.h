@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "memory.h"
 #include "vectors.h"
 
 namespace prefixcache {
@@ -26,6 +27,7 @@ static inline void tile(const float* a, long lda, const W* w, long ldw, long K, 
         hi[r] = Add ? load(c + r * ldc + 8) : Float8{};
     }
     for (long k = 0; k < K; k++, w += ldw) {
+        if (sizeof(W) == 2) __builtin_prefetch(w + 512);  // bfloat16 comes from memory, float32 mostly from scratch
         Float8 w0 = load(w), w1 = load(w + 8);
         for (int r = 0; r < R; r++) {
             float x = a[r * lda + k];
@@ -55,7 +57,7 @@ static inline void tile(int rows, const float* a, long lda, const W* w, long ldw
 template <class W>
 struct Packed {
     long out_features = 0, in_features = 0, num_panels = 0;
-    std::vector<W> data;        // [num_panels][in_features][PANEL], zeros behind the last output
+    HugeVector<W> data;         // [num_panels][in_features][PANEL], zeros behind the last output
     std::vector<float> bias;    // [num_panels * PANEL], or empty
 
     Packed() = default;

@@ -1,0 +1,44 @@
+// Memory for weights: in pages of 2 MiB where the system gives them, since a step walks through all of it.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <cstdlib>
+#include <new>
+#include <vector>
+
+namespace prefixcache {
+
+template <class T>
+struct HugePageAllocator {
+    typedef T value_type;
+
+    HugePageAllocator() = default;
+    template <class U>
+    HugePageAllocator(const HugePageAllocator<U>&) {}
+
+    T* allocate(size_t n) {
+        constexpr size_t page = 2 << 20;
+        const size_t size = (n * sizeof(T) + page - 1) / page * page;
+        void* p = std::aligned_alloc(page, size);
+        if (p == nullptr) throw std::bad_alloc();
+        madvise(p, size, MADV_HUGEPAGE);  // a wish; without it everything works as well
+        return static_cast<T*>(p);
+    }
+
+    void deallocate(T* p, size_t) { std::free(p); }
+
+    template <class U>
+    bool operator==(const HugePageAllocator<U>&) const {
+        return true;
+    }
+    template <class U>
+    bool operator!=(const HugePageAllocator<U>&) const {
+        return false;
+    }
+};
+
+template <class T>
+using HugeVector = std::vector<T, HugePageAllocator<T>>;
+
+}  // namespace prefixcache
