@@ -302,7 +302,8 @@ async def _until_idle(replica: Replica) -> Samples:
     deadline = time.monotonic() + IDLE_LIMIT_S
     latest: Samples = {}
     while time.monotonic() < deadline:
-        latest = await asyncio.to_thread(_scrape, replica) or latest
+        scraped = await asyncio.to_thread(_scrape, replica)
+        latest = scraped or latest
         if latest and not _left_over(_life(replica), latest):
             break
         await asyncio.sleep(0.2)
