@@ -36,7 +36,7 @@ struct Unit {
     int part, kv_head;
     long first_row, num_rows;  // of the part
     long first_token, end_token;
-    long partial;              // the first row's partial is partials[partial], the next row's partials[partial + stride]
+    long first_ordinal;        // in the plan's list: the first row's, then the next rows'
 };
 
 struct AttentionShape {
@@ -50,8 +50,9 @@ struct AttentionPlan {
     std::vector<Unit> units;
     std::vector<int> num_partials;    // of each row of the step
     std::vector<long> first_partial;  // of each row of the step
-    long total_partials = 0;
+    std::vector<int> ordinals;        // which of its row's partials a unit writes, for each row of each unit
     std::vector<int> merged_rows;     // rows with several partials
+    long total_partials = 0;
 
     AttentionPlan(const Part* parts, int num_parts, const int32_t* rows, long num_step_rows, AttentionShape shape,
                   int num_threads)
@@ -88,7 +89,6 @@ struct AttentionPlan {
         }
         std::vector<int> num_seen(num_step_rows, 0);
         for (const Cut& cut : cuts) {
-            // rows of one cut need not have their partials side by side: each row's place is first_partial + ordinal
             for (int head = 0; head < shape.num_kv_heads; head++)
                 units.push_back({cut.part, head, cut.first_row, cut.num_rows, cut.first_token, cut.end_token, long(ordinals.size())});
             for (long i = 0; i < cut.num_rows; i++)
@@ -99,8 +99,6 @@ struct AttentionPlan {
             return a.num_rows * (a.end_token - a.first_token) > b.num_rows * (b.end_token - b.first_token);
         });
     }
-
-    std::vector<int> ordinals;  // for each row of each cut: which of its row's partials it is
 };
 
 // Partial results of one row: for each head, output [head_dim] weighted by exponentials, their maximum and their sum.
@@ -282,7 +280,7 @@ class Attention {
         for (long i = 0; i < unit.num_rows; i++) {
             const int row = rows[i];
             const bool is_only = plan.num_partials[row] == 1;
-            const long partial = plan.first_partial[row] + plan.ordinals[unit.partial + i];
+            const long partial = plan.first_partial[row] + plan.ordinals[unit.first_ordinal + i];
             for (long g = 0; g < group; g++) {
                 const long s = i * group + g, head = unit.kv_head * group + g;
                 const float factor = is_only ? 1.0f / scratch.sum[s] : 1.0f;
