@@ -33,7 +33,7 @@ struct Part {
 };
 
 struct Unit {
-    int part, kv_head;
+    int part, first_kv_head, num_kv_heads;
     long first_row, num_rows;  // of the part
     long first_token, end_token;
     long first_ordinal;        // in the plan's list: the first row's, then the next rows'
@@ -58,10 +58,16 @@ struct AttentionPlan {
                   int num_threads)
         : num_partials(num_step_rows, 0), first_partial(num_step_rows, 0) {
         const long rows_per_unit = std::max(1, STACKED_ROWS / shape.group());
+        // Few rows: all heads of a token in one unit, so that memory is read in the order in which it lies. Many rows
+        // spend their time computing: a head each, so that a unit's rows stay in the nearest cache.
+        auto heads_per_unit = [&](const Part& part) {
+            return part.num_rows * shape.group() <= FEW_ROWS ? shape.num_kv_heads : 1;
+        };
         long num_blocks = 0;
-        for (int p = 0; p < num_parts; p++) num_blocks += (parts[p].num_rows + rows_per_unit - 1) / rows_per_unit;
+        for (int p = 0; p < num_parts; p++)
+            num_blocks += (parts[p].num_rows + rows_per_unit - 1) / rows_per_unit * (shape.num_kv_heads / heads_per_unit(parts[p]));
         // enough units for the threads to share evenly, and no more: each costs a partial result
-        const long wanted = std::max<long>(1, 4 * num_threads / (num_blocks * shape.num_kv_heads));
+        const long wanted = std::max<long>(1, 4 * num_threads / std::max<long>(1, num_blocks));
         struct Cut {
             int part;
             long first_row, num_rows, first_token, end_token;
@@ -89,14 +95,16 @@ struct AttentionPlan {
         }
         std::vector<int> num_seen(num_step_rows, 0);
         for (const Cut& cut : cuts) {
-            for (int head = 0; head < shape.num_kv_heads; head++)
-                units.push_back({cut.part, head, cut.first_row, cut.num_rows, cut.first_token, cut.end_token, long(ordinals.size())});
+            const int heads = heads_per_unit(parts[cut.part]);
+            for (int head = 0; head < shape.num_kv_heads; head += heads)
+                units.push_back({cut.part, head, heads, cut.first_row, cut.num_rows, cut.first_token, cut.end_token, long(ordinals.size())});
             for (long i = 0; i < cut.num_rows; i++)
                 ordinals.push_back(num_seen[rows[parts[cut.part].first_row_index + cut.first_row + i]]++);
         }
         // the longest first, so that no thread is left with one at the end
         std::stable_sort(units.begin(), units.end(), [](const Unit& a, const Unit& b) {
-            return a.num_rows * (a.end_token - a.first_token) > b.num_rows * (b.end_token - b.first_token);
+            return a.num_rows * a.num_kv_heads * (a.end_token - a.first_token) >
+                   b.num_rows * b.num_kv_heads * (b.end_token - b.first_token);
         });
     }
 };
@@ -120,7 +128,7 @@ struct Scratch {
     std::vector<float> panel;
 
     void resize(AttentionShape shape) {
-        const size_t rows = std::max(STACKED_ROWS, shape.group());
+        const size_t rows = std::max({STACKED_ROWS, shape.group(), FEW_ROWS * shape.num_kv_heads});
         query.resize(rows * shape.head_dim);
         output.resize(rows * shape.head_dim);
         scores.resize(rows * TOKEN_TILE);
@@ -144,26 +152,31 @@ class Attention {
     void run(const Unit& unit, const Part& part, const AttentionPlan& plan, const int32_t* rows, const int32_t* pages,
              Scratch& scratch) {
         const long D = shape_.head_dim, group = shape_.group(), stacked = unit.num_rows * group;
+        const long all_stacked = stacked * unit.num_kv_heads;
         rows += part.first_row_index + unit.first_row;
         pages += part.first_page_index;
-        load_queries(unit, rows, scratch);
-        std::fill_n(scratch.output.begin(), stacked * D, 0.0f);
-        std::fill_n(scratch.maximum.begin(), stacked, -INFINITY);
-        std::fill_n(scratch.sum.begin(), stacked, 0.0f);
+        for (int head = 0; head < unit.num_kv_heads; head++) load_queries(unit, head, rows, scratch);
+        std::fill_n(scratch.output.begin(), all_stacked * D, 0.0f);
+        std::fill_n(scratch.maximum.begin(), all_stacked, -INFINITY);
+        std::fill_n(scratch.sum.begin(), all_stacked, 0.0f);
         for (long token = unit.first_token; token < unit.end_token; token += TOKEN_TILE) {
             const long n = std::min<long>(TOKEN_TILE, unit.end_token - token);
-            if (stacked <= FEW_ROWS)
-                scores_by_dots(unit.kv_head, pages, token, n, stacked, scratch);
-            else
-                scores_by_panels(unit.kv_head, pages, token, n, stacked, scratch);
-            for (long s = 0; s < stacked; s++) {
-                const long row = unit.first_row + s / group;
-                const long seen = part.is_causal ? part.num_tokens - (part.num_rows - 1 - row) : part.num_tokens;
-                add_row(scratch, s, std::min(n, seen - token));
+            for (int head = 0; head < unit.num_kv_heads; head++) {
+                const long base = head * stacked;  // where the head's rows begin in the scratch
+                const int kv_head = unit.first_kv_head + head;
+                if (stacked <= FEW_ROWS)
+                    scores_by_dots(kv_head, pages, token, n, base, stacked, scratch);
+                else
+                    scores_by_panels(kv_head, pages, token, n, stacked, scratch);
+                for (long s = 0; s < stacked; s++) {
+                    const long row = unit.first_row + s / group;
+                    const long seen = part.is_causal ? part.num_tokens - (part.num_rows - 1 - row) : part.num_tokens;
+                    add_row(scratch, s, base + s, std::min(n, seen - token));
+                }
+                add_values(kv_head, pages, token, n, base, stacked, scratch);
             }
-            add_values(unit.kv_head, pages, token, n, stacked, scratch);
         }
-        write(unit, plan, rows, scratch);
+        for (int head = 0; head < unit.num_kv_heads; head++) write(unit, head, plan, rows, scratch);
     }
 
     // Puts a row's partial results together.
@@ -186,12 +199,12 @@ class Attention {
 
   private:
     // Stacks the group's queries of each row; the softmax scale and the base of 2 go into them.
-    void load_queries(const Unit& unit, const int32_t* rows, Scratch& scratch) {
+    void load_queries(const Unit& unit, int head, const int32_t* rows, Scratch& scratch) {
         const long D = shape_.head_dim, group = shape_.group();
         const float scale = 1.44269504f / std::sqrt(float(D));
         for (long row = 0; row < unit.num_rows; row++) {
-            const float* q = query_ + rows[row] * query_stride_ + unit.kv_head * group * D;
-            float* to = scratch.query.data() + row * group * D;
+            const float* q = query_ + rows[row] * query_stride_ + (unit.first_kv_head + head) * group * D;
+            float* to = scratch.query.data() + (head * unit.num_rows + row) * group * D;
             for (long i = 0; i < group * D; i++) to[i] = q[i] * scale;
         }
     }
@@ -200,12 +213,12 @@ class Attention {
         return pool + (long(pages[token / PAGE]) * PAGE + token % PAGE) * slot_stride_ + kv_head * shape_.head_dim;
     }
 
-    void scores_by_dots(int kv_head, const int32_t* pages, long token, long n, long stacked, Scratch& scratch) {
+    void scores_by_dots(int kv_head, const int32_t* pages, long token, long n, long base, long stacked, Scratch& scratch) {
         const long D = shape_.head_dim;
         for (long t = 0; t < n; t += 8) {  // within one page: tiles and pages are multiples of 8
             const KV* key = at(keys_, kv_head, pages, token + t);
             for (long s = 0; s < stacked; s++) {
-                const float* q = scratch.query.data() + s * D;
+                const float* q = scratch.query.data() + (base + s) * D;
                 Float8 dots[8] = {};
                 for (long d = 0; d < D; d += 8) {
                     const Float8 x = load(q + d);
@@ -237,8 +250,8 @@ class Attention {
     }
 
     // Online softmax: turns a row's scores into weights, and scales down what it has gathered before.
-    void add_row(Scratch& scratch, long s, long num_seen) {
-        float* scores = scratch.scores.data() + s * TOKEN_TILE;
+    void add_row(Scratch& scratch, long score_row, long s, long num_seen) {
+        float* scores = scratch.scores.data() + score_row * TOKEN_TILE;
         for (long t = std::max<long>(0, num_seen); t < TOKEN_TILE; t++) scores[t] = -INFINITY;
         if (num_seen <= 0) {
             std::fill_n(scores, TOKEN_TILE, 0.0f);
@@ -262,8 +275,17 @@ class Attention {
         }
     }
 
-    void add_values(int kv_head, const int32_t* pages, long token, long n, long stacked, Scratch& scratch) {
+    void add_values(int kv_head, const int32_t* pages, long token, long n, long base, long stacked, Scratch& scratch) {
         const long D = shape_.head_dim;
+        if (stacked <= TILE_ROWS) {  // each value is read once: from where it lies
+            for (long t = 0; t < n; t += PAGE) {
+                const KV* page = at(values_, kv_head, pages, token + t);
+                for (long d = 0; d < D; d += PANEL)
+                    tile<true>(int(stacked), scratch.scores.data() + t, TOKEN_TILE, page + d, slot_stride_,
+                               std::min<long>(PAGE, n - t), scratch.output.data() + base * D + d, D);
+            }
+            return;
+        }
         float* values = scratch.values.data();  // [n][D]
         for (long t = 0; t < n; t++) {
             const KV* from = at(values_, kv_head, pages, token + t);
@@ -272,17 +294,18 @@ class Attention {
         for (long d = 0; d < D; d += PANEL)
             for (long s = 0; s < stacked; s += TILE_ROWS)
                 tile<true>(int(std::min<long>(TILE_ROWS, stacked - s)), scratch.scores.data() + s * TOKEN_TILE, TOKEN_TILE,
-                           values + d, D, n, scratch.output.data() + s * D + d, D);
+                           values + d, D, n, scratch.output.data() + (base + s) * D + d, D);
     }
 
-    void write(const Unit& unit, const AttentionPlan& plan, const int32_t* rows, const Scratch& scratch) {
+    void write(const Unit& unit, int local_head, const AttentionPlan& plan, const int32_t* rows, const Scratch& scratch) {
         const long D = shape_.head_dim, H = shape_.num_heads, group = shape_.group();
         for (long i = 0; i < unit.num_rows; i++) {
             const int row = rows[i];
             const bool is_only = plan.num_partials[row] == 1;
             const long partial = plan.first_partial[row] + plan.ordinals[unit.first_ordinal + i];
             for (long g = 0; g < group; g++) {
-                const long s = i * group + g, head = unit.kv_head * group + g;
+                const long s = (local_head * unit.num_rows + i) * group + g;
+                const long head = (unit.first_kv_head + local_head) * group + g;
                 const float factor = is_only ? 1.0f / scratch.sum[s] : 1.0f;
                 float* to = is_only ? output_ + row * H * D + head * D : partials_.output.data() + (partial * H + head) * D;
                 for (long d = 0; d < D; d++) to[d] = scratch.output[s * D + d] * factor;
