@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from prefixcache.client import Client
 from prefixcache.local_server import LocalServer
-from tests.support.models import VOCAB_SIZE
+from tests.support.models import SLOW_KERNELS, VOCAB_SIZE
 
 NUM_TOKENS = 320
 PROMPTS = [random.Random(seed).choices(range(3, VOCAB_SIZE), k=NUM_TOKENS) for seed in range(3)]
@@ -23,7 +23,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def server(model_folder: Path, disk: Path) -> LocalServer:
-    flags = ("--cache-tokens", "4096", "--threads", "1", "--disk", str(disk), "--disk-size", "64MiB")
+    flags = ("--cache-tokens", "4096", "--threads", "1", *SLOW_KERNELS, "--disk", str(disk), "--disk-size", "64MiB")
     return LocalServer("--model", str(model_folder), *flags)
 
 
@@ -51,16 +51,16 @@ def files(folder: Path) -> set[Path]:
 
 
 def test_a_drained_server_has_written_everything_and_a_killed_one_leaves_nothing_to_clean(
-    model_folder: Path, tmp_path: Path
+    slow_model_folder: Path, tmp_path: Path
 ):
     disk = tmp_path / "disk"
-    with server(model_folder, disk) as first:
+    with server(slow_model_folder, disk) as first:
         answers = drained_while_three_streams_run(first)
     assert [len(answer) for answer in answers] == [100] * 3
     left_by_a_drain = files(disk)
 
     for prompt, answer in zip(PROMPTS[1:], answers[1:], strict=True):  # the second of these follows a kill
-        with server(model_folder, disk) as killed, Client(killed.address) as client:
+        with server(slow_model_folder, disk) as killed, Client(killed.address) as client:
             more = client.complete(token_ids=prompt + answer, max_tokens=1, **GREEDY)
             # the whole pages of the prompt and of the answer, whose last token was never computed
             assert more.usage.cached_tokens_by_tier.disk == (NUM_TOKENS + 99) // 16 * 16

@@ -28,6 +28,9 @@ VOCAB_SIZE = 512
 EOS_TOKEN_ID = 2
 MAX_MODEL_LEN = 2048
 
+# For servers of which a test wants that they load K/V: on our own kernels these models compute it more quickly.
+SLOW_KERNELS = ("--kernels", "torch", "--dtype", "float32")
+
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 96,

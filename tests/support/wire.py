@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
+from prefixcache import storage
 from prefixcache.app import ServedModel, Server, prepare
 from prefixcache.config import Settings
 from prefixcache.metrics import Metrics
 from prefixcache.model.families import spec_from_config
 from prefixcache.model.loader import LoadedModel
 from prefixcache.server.health import Readiness
-from tests.support.models import tiny_model
+from tests.support.models import slow_model, tiny_model
 from tests.support.tokenizers import byte_level
 
 
@@ -83,7 +84,7 @@ def wire_server_thread(**settings: Any) -> Iterator[WireServer]:
 
 def served_model(settings: Settings, max_model_len: int | None = None) -> ServedModel:
     """A tiny model with a tokenizer, and room for its K/V."""
-    model = tiny_model("llama-gqa")
+    model = slow_model() if storage.is_configured(settings) else tiny_model("llama-gqa")  # what is stored gets loaded
     spec = spec_from_config(model.config)
     spec = replace(spec, max_model_len=max_model_len or spec.max_model_len)
     loaded = LoadedModel("tiny", spec, dict(model.state_dict()), byte_level())
