@@ -86,12 +86,12 @@ def test_grafana_finds_its_data_source_and_its_dashboard():
 
 
 @pytest.fixture(scope="module")
-def scraped(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrometheusServer]:
+def scraped(slow_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrometheusServer]:
     """A Prometheus that has watched two replicas, every tier below them, serve every kind of hit."""
     folder = tmp_path_factory.mktemp("monitoring")
     flags = (
         "--model",
-        str(model_folder),
+        str(slow_model_folder),
         "--cache-tokens",
         "2048",
         "--threads",
