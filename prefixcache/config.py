@@ -112,8 +112,8 @@ class Settings(BaseSettings):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="Type of weights and K/V. auto is bfloat16 where the device computes in it natively, "
-        "otherwise float16 on CUDA and float32 on the CPU.",
+        description="Type of weights and K/V. auto is bfloat16 where the device computes in it natively or "
+        "our own kernels run, otherwise float16 on CUDA and float32 on the CPU.",
     )
     kernels: Literal["auto", "native", "torch"] = Field(
         "auto",

@@ -62,6 +62,11 @@ def test_auto_dtype_on_the_cpu_follows_its_instructions(
     assert f"dtype auto: {str(expected).removeprefix('torch.')}" in caplog.text
 
 
+def test_auto_dtype_is_bfloat16_on_our_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
+    assert choose_dtype("auto", CPU, has_own_kernels=True) is torch.bfloat16
+
+
 def test_free_memory_of_this_machine() -> None:
     assert 0 < free_memory_bytes(CPU) <= psutil.virtual_memory().total
 
