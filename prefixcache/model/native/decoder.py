@@ -85,11 +85,12 @@ class NativeDecoder:
         assert kv.is_contiguous()
         assert kv.dtype == self.dtype
         hidden = F.embedding(input_ids, self._embedding).float()
+        positions, slots = positions.contiguous(), slot_mapping.contiguous()  # named, so that they outlive the call
         step = Step(
             hidden=hidden.data_ptr(),
             num_rows=hidden.shape[0],
-            positions=positions.contiguous().data_ptr(),
-            slots=slot_mapping.contiguous().data_ptr(),
+            positions=positions.data_ptr(),
+            slots=slots.data_ptr(),
             rope=self._rope.data_ptr(),
             rope_length=self._rope.shape[1],
             kv=kv.data_ptr(),
