@@ -244,7 +244,7 @@ class Soak:
             if not self.told_before.get(life, {}).get(name, value) <= self.final[life].get(name, 0) <= value
         ]
         left = [line for life in map(_life, self._topology.replicas) for line in _left_over(life, self.final[life])]
-        growth = self.growth_bytes()
+        growth = growth_of([size for _, size in self.memory["replica-1", 1]])  # the replica that ran through
         num_replies = sum(totals.replies for totals in self.totals.values())
         return [
             (
@@ -263,19 +263,19 @@ class Soak:
             ),
         ]
 
-    def growth_bytes(self) -> float:
-        """How much the memory of the replica that ran through grew after the warm-up: medians of a tenth each."""
-        series = self.memory[("replica-1", 1)]
-        end_s = series[-1][0]
-
-        def median_of(first: float, last: float) -> float:
-            return statistics.median(size for at, size in series if first * end_s <= at <= last * end_s)
-
-        return median_of(0.9, 1.0) - median_of(WARM_UP_SHARE, WARM_UP_SHARE + 0.1)
-
     def cached_tokens(self) -> Counter[str]:
         """Cached prompt tokens by tier, as clients were told."""
         return sum((totals.cached for totals in self.totals.values()), Counter())
+
+
+def growth_of(sizes: Sequence[int]) -> float:
+    """How much memory grew after the warm-up: the median of the last tenth of the samples less that of an earlier one.
+
+    Tenths by count, not by time: on a busy machine samples come at uneven times.
+    """
+    tenth = max(1, len(sizes) // 10)
+    warmed_up = int(WARM_UP_SHARE * len(sizes))
+    return statistics.median(sizes[-tenth:]) - statistics.median(sizes[warmed_up : warmed_up + tenth])
 
 
 def _life(replica: Replica) -> Life:

@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from bench.soak import growth_of
+
 
 def test_a_short_soak_holds_every_promise(model_folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench.soak", "--model", str(model_folder), "--results", str(tmp_path)]
@@ -18,3 +22,8 @@ def test_a_short_soak_holds_every_promise(model_folder: Path, tmp_path: Path) ->
     assert all(check["holds"] for check in result["checks"])
     assert sum(result["requests"].values()) >= 20
     assert [event for _, event in result["events"]][-1] == "Redis back, empty"
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 7, 300])
+def test_growth_is_told_however_few_the_samples(num_samples: int) -> None:
+    assert 0 <= growth_of(range(1000, 1000 + num_samples)) < num_samples
