@@ -20,7 +20,7 @@ namespace prefixcache {
 
 constexpr int PAGE = 16;              // tokens in one page; a page is one panel of keys
 constexpr int TOKEN_TILE = 64;
-constexpr int STACKED_ROWS = 96;      // most queries of a unit: rows x the group's heads
+constexpr int STACKED_ROWS = 192;     // most queries of a unit: rows x the group's heads
 constexpr int FEW_ROWS = 6;           // up to so many, dot products are quicker than turning keys into panels
 constexpr long MIN_SPLIT_TOKENS = 128;
 
@@ -111,32 +111,44 @@ struct AttentionPlan {
 
 // Partial results of one row: for each head, output [head_dim] weighted by exponentials, their maximum and their sum.
 struct Partials {
-    std::vector<float> output, maximum, sum;  // [total][num_heads][head_dim], [total][num_heads] twice
+    HugeVector<float> output;         // [total][num_heads][head_dim]
+    std::vector<float> maximum, sum;  // [total][num_heads]
 
     void resize(long total, AttentionShape shape) {
         if (long(maximum.size()) < total * shape.num_heads) {
             maximum.resize(total * shape.num_heads);
             sum.resize(total * shape.num_heads);
-            output.resize(total * shape.num_heads * shape.head_dim);
+            grow(output, total * shape.num_heads * shape.head_dim);
         }
     }
 };
 
 // What one thread needs for a unit, and for a product.
 struct Scratch {
-    std::vector<float> query, output, scores, keys, values, maximum, sum;
-    std::vector<float> panel;
+    float *query, *output;   // [stacked][head_dim]
+    float* scores;           // [up to 8][TOKEN_TILE]
+    float *keys, *values;    // a tile's: panels [head_dim][PAGE], and [TOKEN_TILE][head_dim]
+    float *maximum, *sum;    // [stacked], and some more so that eight can be read at once
+    HugeVector<float> panel;
 
+    // Does nothing where everything is large enough.
     void resize(AttentionShape shape) {
-        const size_t rows = std::max({STACKED_ROWS, shape.group(), FEW_ROWS * shape.num_kv_heads});
-        query.resize(rows * shape.head_dim);
-        output.resize(rows * shape.head_dim);
-        scores.resize(rows * TOKEN_TILE);
-        keys.resize(size_t(TOKEN_TILE) * shape.head_dim);
-        values.resize(size_t(TOKEN_TILE) * shape.head_dim);
-        maximum.resize(rows);
-        sum.resize(rows);
+        const long rows = std::max({STACKED_ROWS, shape.group(), FEW_ROWS * shape.num_kv_heads}), D = shape.head_dim;
+        const long sizes[] = {rows * D, rows * D, 8 * TOKEN_TILE, TOKEN_TILE * D, TOKEN_TILE * D, rows + 8, rows + 8};
+        float** const starts[] = {&query, &output, &scores, &keys, &values, &maximum, &sum};
+        auto whole_lines = [](long size) { return (size + 15) / 16 * 16; };
+        long total = 0;
+        for (long size : sizes) total += whole_lines(size);
+        grow(memory_, total);
+        float* next = memory_.data();
+        for (int i = 0; i < 7; i++) {
+            *starts[i] = next;
+            next += whole_lines(sizes[i]);
+        }
     }
+
+  private:
+    HugeVector<float> memory_;  // one piece: buffers that each begin at a page's start would crowd the same cache sets
 };
 
 template <class KV>
@@ -156,25 +168,15 @@ class Attention {
         rows += part.first_row_index + unit.first_row;
         pages += part.first_page_index;
         for (int head = 0; head < unit.num_kv_heads; head++) load_queries(unit, head, rows, scratch);
-        std::fill_n(scratch.output.begin(), all_stacked * D, 0.0f);
-        std::fill_n(scratch.maximum.begin(), all_stacked, -INFINITY);
-        std::fill_n(scratch.sum.begin(), all_stacked, 0.0f);
+        std::fill_n(scratch.output, all_stacked * D, 0.0f);
+        std::fill_n(scratch.maximum, all_stacked, -INFINITY);
+        std::fill_n(scratch.sum, all_stacked, 0.0f);
         for (long token = unit.first_token; token < unit.end_token; token += TOKEN_TILE) {
-            const long n = std::min<long>(TOKEN_TILE, unit.end_token - token);
-            for (int head = 0; head < unit.num_kv_heads; head++) {
-                const long base = head * stacked;  // where the head's rows begin in the scratch
-                const int kv_head = unit.first_kv_head + head;
-                if (stacked <= FEW_ROWS)
-                    scores_by_dots(kv_head, pages, token, n, base, stacked, scratch);
-                else
-                    scores_by_panels(kv_head, pages, token, n, stacked, scratch);
-                for (long s = 0; s < stacked; s++) {
-                    const long row = unit.first_row + s / group;
-                    const long seen = part.is_causal ? part.num_tokens - (part.num_rows - 1 - row) : part.num_tokens;
-                    add_row(scratch, s, base + s, std::min(n, seen - token));
-                }
-                add_values(kv_head, pages, token, n, base, stacked, scratch);
-            }
+            const Tile tile{unit, part, pages, token, std::min<long>(TOKEN_TILE, unit.end_token - token)};
+            if (stacked <= FEW_ROWS)
+                for (int head = 0; head < unit.num_kv_heads; head++) add_to_few(tile, head, stacked, scratch);
+            else
+                add_to_many(tile, stacked, scratch);
         }
         for (int head = 0; head < unit.num_kv_heads; head++) write(unit, head, plan, rows, scratch);
     }
@@ -204,7 +206,7 @@ class Attention {
         const float scale = 1.44269504f / std::sqrt(float(D));
         for (long row = 0; row < unit.num_rows; row++) {
             const float* q = query_ + rows[row] * query_stride_ + (unit.first_kv_head + head) * group * D;
-            float* to = scratch.query.data() + (head * unit.num_rows + row) * group * D;
+            float* to = scratch.query + (head * unit.num_rows + row) * group * D;
             for (long i = 0; i < group * D; i++) to[i] = q[i] * scale;
         }
     }
@@ -213,88 +215,126 @@ class Attention {
         return pool + (long(pages[token / PAGE]) * PAGE + token % PAGE) * slot_stride_ + kv_head * shape_.head_dim;
     }
 
-    void scores_by_dots(int kv_head, const int32_t* pages, long token, long n, long base, long stacked, Scratch& scratch) {
-        const long D = shape_.head_dim;
-        for (long t = 0; t < n; t += 8) {  // within one page: tiles and pages are multiples of 8
-            const KV* key = at(keys_, kv_head, pages, token + t);
+    // Some tokens, seen by a unit's rows.
+    struct Tile {
+        const Unit& unit;
+        const Part& part;
+        const int32_t* pages;
+        long token, num_tokens;
+
+        // How many of the tile's tokens the unit's row sees; below 1 if none.
+        long seen_by(long row) const {
+            const long all = part.is_causal ? part.num_tokens - (part.num_rows - 1 - unit.first_row - row) : part.num_tokens;
+            return std::min(num_tokens, all - token);
+        }
+    };
+
+    // Few queries: each key and value is used where it lies.
+    void add_to_few(const Tile& t, int head, long stacked, Scratch& scratch) {
+        const long D = shape_.head_dim, base = head * stacked;  // where the head's rows begin in the scratch
+        const int kv_head = t.unit.first_kv_head + head;
+        float* scores = scratch.scores;
+        for (long i = 0; i < t.num_tokens; i += 8) {  // within one page: tiles and pages are multiples of 8
+            const KV* key = at(keys_, kv_head, t.pages, t.token + i);
             for (long s = 0; s < stacked; s++) {
-                const float* q = scratch.query.data() + (base + s) * D;
+                const float* q = scratch.query + (base + s) * D;
                 Float8 dots[8] = {};
                 for (long d = 0; d < D; d += 8) {
                     const Float8 x = load(q + d);
-                    for (int i = 0; i < 8; i++) dots[i] += x * load(key + i * slot_stride_ + d);
+                    for (int j = 0; j < 8; j++) dots[j] += x * load(key + j * slot_stride_ + d);
                 }
-                transpose(dots);
-                const Float8 total = ((dots[0] + dots[1]) + (dots[2] + dots[3])) + ((dots[4] + dots[5]) + (dots[6] + dots[7]));
-                store(scratch.scores.data() + s * TOKEN_TILE + t, total);
+                store(scores + s * TOKEN_TILE + i, reduce(dots, [](Float8 a, Float8 b) { return a + b; }));
             }
+        }
+        weigh(scores, t.num_tokens, int(stacked), base, scratch, [&](long s) { return t.seen_by((s - base) / shape_.group()); });
+        for (long i = 0; i < t.num_tokens; i += PAGE) {
+            const KV* page = at(values_, kv_head, t.pages, t.token + i);
+            for (long d = 0; d < D; d += PANEL)
+                tile<true>(int(stacked), scores + i, TOKEN_TILE, page + d, slot_stride_,
+                                  std::min<long>(PAGE, t.num_tokens - i), scratch.output + base * D + d, D);
         }
     }
 
-    void scores_by_panels(int kv_head, const int32_t* pages, long token, long n, long stacked, Scratch& scratch) {
+    // Many queries: keys are turned into panels and values made float32 once for all of them. Then a few queries at a time
+    // go all the way, so that their scores stay in the nearest cache.
+    void add_to_many(const Tile& t, long stacked, Scratch& scratch) {
+        const long D = shape_.head_dim, group = shape_.group();
+        load_tile(t, scratch);
+        for (long s = 0; s < stacked; s += TILE_ROWS) {
+            const int rows = int(std::min<long>(TILE_ROWS, stacked - s));
+            const long n = t.seen_by((s + rows - 1) / group);  // by the last of them, which sees most
+            if (n <= 0) continue;
+            float* scores = scratch.scores;
+            for (long i = 0; i < n; i += PAGE)
+                tile<false>(rows, scratch.query + s * D, D, scratch.keys + i * D, PAGE, D, scores + i,
+                                   TOKEN_TILE);
+            weigh(scores, n, rows, s, scratch, [&](long row) { return t.seen_by(row / group); });
+            for (long d = 0; d < D; d += PANEL)
+                tile<true>(rows, scores, TOKEN_TILE, scratch.values + d, D, n,
+                                  scratch.output + s * D + d, D);
+        }
+    }
+
+    void load_tile(const Tile& t, Scratch& scratch) {
         const long D = shape_.head_dim;
-        for (long t = 0; t < n; t += PAGE) {
-            const KV* key = at(keys_, kv_head, pages, token + t);
-            float* panel = scratch.keys.data();  // [D][PAGE]
+        const int head = t.unit.first_kv_head;
+        for (long i = 0; i < t.num_tokens; i += PAGE) {
+            const KV* key = at(keys_, head, t.pages, t.token + i);
+            const KV* value = at(values_, head, t.pages, t.token + i);
+            if (t.token + i + TOKEN_TILE < t.unit.end_token) {
+                const long ahead = at(keys_, head, t.pages, t.token + i + TOKEN_TILE) - key;
+                for (long j = 0; j < PAGE; j++)
+                    for (long d = 0; d < D; d += 64 / long(sizeof(KV))) {
+                        __builtin_prefetch(key + ahead + j * slot_stride_ + d);
+                        __builtin_prefetch(value + ahead + j * slot_stride_ + d);
+                    }
+            }
+            float* panel = scratch.keys + i * D;  // [D][PAGE]
             for (long d = 0; d < D; d += 8)
                 for (long half = 0; half < PAGE; half += 8) {
                     Float8 square[8];
-                    for (int i = 0; i < 8; i++) square[i] = load(key + (half + i) * slot_stride_ + d);
+                    for (int j = 0; j < 8; j++) square[j] = load(key + (half + j) * slot_stride_ + d);
                     transpose(square);
-                    for (int i = 0; i < 8; i++) store(panel + (d + i) * PAGE + half, square[i]);
+                    for (int j = 0; j < 8; j++) store(panel + (d + j) * PAGE + half, square[j]);
                 }
-            for (long s = 0; s < stacked; s += TILE_ROWS)
-                tile<false>(int(std::min<long>(TILE_ROWS, stacked - s)), scratch.query.data() + s * D, D, panel, PAGE, D,
-                            scratch.scores.data() + s * TOKEN_TILE + t, TOKEN_TILE);
+            float* to = scratch.values + i * D;
+            for (long j = 0; j < std::min<long>(PAGE, t.num_tokens - i); j++)
+                for (long d = 0; d < D; d += 8) store(to + j * D + d, load(value + j * slot_stride_ + d));
         }
     }
 
-    // Online softmax: turns a row's scores into weights, and scales down what it has gathered before.
-    void add_row(Scratch& scratch, long score_row, long s, long num_seen) {
-        float* scores = scratch.scores.data() + score_row * TOKEN_TILE;
-        for (long t = std::max<long>(0, num_seen); t < TOKEN_TILE; t++) scores[t] = -INFINITY;
-        if (num_seen <= 0) {
-            std::fill_n(scores, TOKEN_TILE, 0.0f);
-            return;
+    // Online softmax of up to eight rows of scores, together: turns them into weights, and scales down what the rows, from
+    // `s` on, have gathered before. num_seen: how many of the scores each row sees, maybe none.
+    template <class Seen>
+    void weigh(float* scores, long num_scores, int rows, long s, Scratch& scratch, Seen&& num_seen) {
+        const long end = (num_scores + 7) / 8 * 8;
+        Float8 eight[8] = {};
+        for (int r = 0; r < rows; r++) {
+            float* row = scores + r * TOKEN_TILE;
+            for (long t = std::max(0L, num_seen(s + r)); t < end; t++) row[t] = -INFINITY;
+            eight[r] = load(row);
+            for (long t = 8; t < end; t += 8) eight[r] = max(eight[r], load(row + t));
         }
-        Float8 top8 = load(scores);
-        for (long t = 8; t < TOKEN_TILE; t += 8) top8 = max(top8, load(scores + t));
-        const float before = scratch.maximum[s], top = std::max(before, max(top8));
-        Float8 total = {};
-        for (long t = 0; t < TOKEN_TILE; t += 8) {
-            const Float8 weight = exp2(load(scores + t) - top);
-            store(scores + t, weight);
-            total += weight;
-        }
-        const float shrink = before == top ? 1.0f : std::exp2(before - top);
-        scratch.maximum[s] = top;
-        scratch.sum[s] = scratch.sum[s] * shrink + sum(total);
-        if (shrink != 1.0f) {
-            float* out = scratch.output.data() + s * shape_.head_dim;
-            for (long d = 0; d < shape_.head_dim; d++) out[d] *= shrink;
-        }
-    }
-
-    void add_values(int kv_head, const int32_t* pages, long token, long n, long base, long stacked, Scratch& scratch) {
-        const long D = shape_.head_dim;
-        if (stacked <= TILE_ROWS) {  // each value is read once: from where it lies
-            for (long t = 0; t < n; t += PAGE) {
-                const KV* page = at(values_, kv_head, pages, token + t);
-                for (long d = 0; d < D; d += PANEL)
-                    tile<true>(int(stacked), scratch.scores.data() + t, TOKEN_TILE, page + d, slot_stride_,
-                               std::min<long>(PAGE, n - t), scratch.output.data() + base * D + d, D);
+        const Float8 before = load(scratch.maximum + s);
+        const Float8 top = max(before, reduce(eight, [](Float8 a, Float8 b) { return max(a, b); }));
+        const Float8 shrink = exp2(before - top);
+        for (int r = 0; r < rows; r++) {
+            float* row = scores + r * TOKEN_TILE;
+            eight[r] = Float8{};
+            for (long t = 0; t < end; t += 8) {
+                const Float8 weight = exp2(load(row + t) - top[r]);
+                store(row + t, weight);
+                eight[r] += weight;
             }
-            return;
         }
-        float* values = scratch.values.data();  // [n][D]
-        for (long t = 0; t < n; t++) {
-            const KV* from = at(values_, kv_head, pages, token + t);
-            for (long d = 0; d < D; d += 8) store(values + t * D + d, load(from + d));
+        const Float8 sum = load(scratch.sum + s) * shrink + reduce(eight, [](Float8 a, Float8 b) { return a + b; });
+        for (int r = 0; r < rows; r++) {
+            scratch.maximum[s + r] = top[r];
+            scratch.sum[s + r] = sum[r];
+            if (shrink[r] == 1.0f) continue;
+            float* out = scratch.output + (s + r) * shape_.head_dim;
+            for (long d = 0; d < shape_.head_dim; d += 8) store(out + d, load(out + d) * shrink[r]);
         }
-        for (long d = 0; d < D; d += PANEL)
-            for (long s = 0; s < stacked; s += TILE_ROWS)
-                tile<true>(int(std::min<long>(TILE_ROWS, stacked - s)), scratch.scores.data() + s * TOKEN_TILE, TOKEN_TILE,
-                           values + d, D, n, scratch.output.data() + (base + s) * D + d, D);
     }
 
     void write(const Unit& unit, int local_head, const AttentionPlan& plan, const int32_t* rows, const Scratch& scratch) {

@@ -145,8 +145,8 @@ class Decoder : public AnyDecoder {
 
     // out (+)= in * weight^T + bias
     void product(Phases::Walk& walk, const Step& step, const Packed<T>& weight, const float* in, long in_stride, float* out,
-                 long out_stride, bool add, std::vector<float>& scratch) {
-        const Chunks chunks(step.num_rows, weight.num_panels, weight.in_features, step.num_threads);
+                 long out_stride, bool add, HugeVector<float>& scratch) {
+        const Chunks chunks(step.num_rows, weight.num_panels, step.num_threads);
         walk.phase(chunks.count(), [&](int chunk) {
             chunks.for_each_panel(chunk, [&](long panel, long first_row, long end_row) {
                 multiply_panel(weight, panel, in, in_stride, first_row, end_row, scratch, [&](long row, const float* c) {
@@ -161,9 +161,9 @@ class Decoder : public AnyDecoder {
     }
 
     // silu(x * gate^T) * (x * up^T)
-    void gated_product(Phases::Walk& walk, const Step& step, const Layer& layer, std::vector<float>& scratch) {
+    void gated_product(Phases::Walk& walk, const Step& step, const Layer& layer, HugeVector<float>& scratch) {
         const long H = dims_.hidden_size, I = dims_.intermediate_size;
-        const Chunks chunks(step.num_rows, layer.gate.num_panels, H, step.num_threads);
+        const Chunks chunks(step.num_rows, layer.gate.num_panels, step.num_threads);
         walk.phase(chunks.count(), [&](int chunk) {
             chunks.for_each_panel(chunk, [&](long panel, long first_row, long end_row) {
                 float* out = activated_.data() + panel * PANEL;
@@ -200,16 +200,12 @@ class Decoder : public AnyDecoder {
         }
     }
 
-    static void grow(std::vector<float>& buffer, long size) {
-        if (long(buffer.size()) < size) buffer.resize(size);
-    }
-
     Dims dims_;
     AttentionShape shape_;
     std::vector<Layer> layers_;
     Phases phases_;
     Partials partials_;
-    std::vector<float> normed_, qkv_, attended_, activated_;  // one step's intermediate rows
+    HugeVector<float> normed_, qkv_, attended_, activated_;  // one step's intermediate rows
 };
 
 }  // namespace prefixcache

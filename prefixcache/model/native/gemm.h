@@ -7,6 +7,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "memory.h"
@@ -16,18 +17,30 @@ namespace prefixcache {
 
 constexpr int PANEL = 16;
 constexpr int TILE_ROWS = 6;
-constexpr long ROW_BLOCK_BYTES = 192 * 1024;  // rows of one chunk, so that they stay in the second-level cache
+constexpr long ROW_BLOCK = 21 * TILE_ROWS;    // most rows of a chunk: a panel is read, and made float32, once for all of them
+constexpr long DIRECT_ROWS = 4 * TILE_ROWS;   // up to so many, a panel of bfloat16 is quicker used as it is
+constexpr long FETCHING_TILES = 4;            // more fetch no more quickly
+
+// Memory that will be wanted soon, fetched bit by bit while a tile is computed: `step` bytes with each k.
+struct Ahead {
+    const char* from;
+    long step;
+};
+
+enum class Fetch { NOTHING, TO_FIRST_LEVEL, TO_SECOND_LEVEL };
 
 // c[R][16] = (or, if Add, +=) a[R][K] * w[K][16]; lda and ldw are strides in elements.
-template <int R, bool Add, class W>
-static inline void tile(const float* a, long lda, const W* w, long ldw, long K, float* c, long ldc) {
+template <int R, bool Add, Fetch F, class W>
+static inline void tile(const float* a, long lda, const W* w, long ldw, long K, float* c, long ldc, Ahead ahead) {
     Float8 lo[R], hi[R];
     for (int r = 0; r < R; r++) {
         lo[r] = Add ? load(c + r * ldc) : Float8{};
         hi[r] = Add ? load(c + r * ldc + 8) : Float8{};
     }
     for (long k = 0; k < K; k++, w += ldw) {
-        if (sizeof(W) == 2) __builtin_prefetch(w + 512);  // bfloat16 comes from memory, float32 mostly from scratch
+        if (F == Fetch::TO_FIRST_LEVEL) __builtin_prefetch(ahead.from, 0, 3);
+        if (F == Fetch::TO_SECOND_LEVEL) __builtin_prefetch(ahead.from, 0, 2);
+        if (F != Fetch::NOTHING) ahead.from += ahead.step;
         Float8 w0 = load(w), w1 = load(w + 8);
         for (int r = 0; r < R; r++) {
             float x = a[r * lda + k];
@@ -42,15 +55,16 @@ static inline void tile(const float* a, long lda, const W* w, long ldw, long K, 
 }
 
 // The same for any number of rows up to TILE_ROWS.
-template <bool Add, class W>
-static inline void tile(int rows, const float* a, long lda, const W* w, long ldw, long K, float* c, long ldc) {
+template <bool Add, Fetch F = Fetch::NOTHING, class W>
+static inline void tile(int rows, const float* a, long lda, const W* w, long ldw, long K, float* c, long ldc,
+                        Ahead ahead = {}) {
     switch (rows) {
-        case 1: return tile<1, Add>(a, lda, w, ldw, K, c, ldc);
-        case 2: return tile<2, Add>(a, lda, w, ldw, K, c, ldc);
-        case 3: return tile<3, Add>(a, lda, w, ldw, K, c, ldc);
-        case 4: return tile<4, Add>(a, lda, w, ldw, K, c, ldc);
-        case 5: return tile<5, Add>(a, lda, w, ldw, K, c, ldc);
-        default: return tile<6, Add>(a, lda, w, ldw, K, c, ldc);
+        case 1: return tile<1, Add, F>(a, lda, w, ldw, K, c, ldc, ahead);
+        case 2: return tile<2, Add, F>(a, lda, w, ldw, K, c, ldc, ahead);
+        case 3: return tile<3, Add, F>(a, lda, w, ldw, K, c, ldc, ahead);
+        case 4: return tile<4, Add, F>(a, lda, w, ldw, K, c, ldc, ahead);
+        case 5: return tile<5, Add, F>(a, lda, w, ldw, K, c, ldc, ahead);
+        default: return tile<6, Add, F>(a, lda, w, ldw, K, c, ldc, ahead);
     }
 }
 
@@ -84,9 +98,9 @@ struct Packed {
 struct Chunks {
     long rows, panels, row_block, panel_block;
 
-    Chunks(long num_rows, long num_panels, long in_features, int num_threads) : rows(num_rows), panels(num_panels) {
-        row_block = std::max<long>(1, ROW_BLOCK_BYTES / (in_features * long(sizeof(float))) / TILE_ROWS) * TILE_ROWS;
-        long row_blocks = (rows + row_block - 1) / row_block;
+    Chunks(long num_rows, long num_panels, int num_threads) : rows(num_rows), panels(num_panels) {
+        long row_blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+        row_block = ((rows + row_blocks - 1) / row_blocks + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
         // few rows: enough chunks for every thread to have several; many rows: enough work in a chunk to be worth one
         long wanted = std::max<long>(1, 6 * num_threads / row_blocks);
         panel_block = std::max<long>(1, std::min<long>((panels + wanted - 1) / wanted, 32));
@@ -107,10 +121,10 @@ struct Chunks {
     }
 };
 
-static inline const float* widened(const float* panel, long, std::vector<float>&) { return panel; }
+static inline const float* widened(const float* panel, long, HugeVector<float>&) { return panel; }
 
-static inline const float* widened(const BFloat16* panel, long size, std::vector<float>& scratch) {
-    if (long(scratch.size()) < size) scratch.resize(size);
+static inline const float* widened(const BFloat16* panel, long size, HugeVector<float>& scratch) {
+    grow(scratch, size);
     for (long i = 0; i < size; i += 8) store(scratch.data() + i, load(panel + i));
     return scratch.data();
 }
@@ -118,20 +132,33 @@ static inline const float* widened(const BFloat16* panel, long size, std::vector
 // Multiplies rows [first_row, end_row) of in[][in_stride] with one panel; calls work(row, c[PANEL]) for each row.
 template <class W, class Work>
 static inline void multiply_panel(const Packed<W>& weight, long panel, const float* in, long in_stride, long first_row,
-                                  long end_row, std::vector<float>& scratch, Work&& work) {
-    const long K = weight.in_features;
-    auto tiles = [&](const auto* w) {
-        for (long row = first_row; row < end_row; row += TILE_ROWS) {
-            const int n = int(std::min<long>(TILE_ROWS, end_row - row));
-            float c[TILE_ROWS * PANEL];
-            tile<false>(n, in + row * in_stride, in_stride, w, PANEL, K, c, PANEL);
-            for (int r = 0; r < n; r++) work(row + r, c + r * PANEL);
-        }
+                                  long end_row, HugeVector<float>& scratch, Work&& work) {
+    const long K = weight.in_features, num_rows = end_row - first_row, num_tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS;
+    const long row_bytes = PANEL * long(sizeof(W));
+    const W* w = weight.panel(panel);
+    alignas(64) float c[TILE_ROWS * PANEL];
+    auto one_tile = [&](auto fetch, long row, const auto* from, Ahead ahead) {
+        const int n = int(std::min<long>(TILE_ROWS, end_row - row));
+        tile<false, fetch.value>(n, in + row * in_stride, in_stride, from, PANEL, K, c, PANEL, ahead);
+        for (int r = 0; r < n; r++) work(row + r, c + r * PANEL);
     };
-    if (end_row - first_row <= TILE_ROWS)
-        tiles(weight.panel(panel));
-    else  // several tiles: made float32 once for all of them
-        tiles(widened(weight.panel(panel), K * PANEL, scratch));
+    // One tile waits for memory most of the time: it fetches what is 4 KiB ahead. Several are busy computing: the first
+    // of them fetch the next panel, each a share.
+    auto all_tiles = [&](const auto* from) {
+        const long num_fetching = std::min(num_tiles, FETCHING_TILES);
+        Ahead ahead{reinterpret_cast<const char*>(w + K * PANEL), row_bytes / num_fetching};
+        long row = first_row;
+        for (long i = 0; i < num_fetching; i++, row += TILE_ROWS, ahead.from += K * ahead.step)
+            one_tile(std::integral_constant<Fetch, Fetch::TO_SECOND_LEVEL>(), row, from, ahead);
+        for (; row < end_row; row += TILE_ROWS) one_tile(std::integral_constant<Fetch, Fetch::NOTHING>(), row, from, {});
+    };
+    if (num_tiles == 1)
+        one_tile(std::integral_constant<Fetch, Fetch::TO_FIRST_LEVEL>(), first_row, w,
+                 {reinterpret_cast<const char*>(w) + 4096, row_bytes});
+    else if (num_rows <= DIRECT_ROWS)
+        all_tiles(w);
+    else
+        all_tiles(widened(w, K * PANEL, scratch));
 }
 
 }  // namespace prefixcache

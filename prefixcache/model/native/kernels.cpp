@@ -11,11 +11,11 @@ namespace {
 
 template <class T>
 void multiply(const Packed<T>& weight, const float* x, long num_rows, float* out, int num_threads) {
-    const Chunks chunks(num_rows, weight.num_panels, weight.in_features, num_threads);
+    const Chunks chunks(num_rows, weight.num_panels, num_threads);
     const long K = weight.in_features, N = weight.out_features;
     Phases phases(1);
     phases.run(num_threads, [&](Phases::Walk& walk) {
-        static thread_local std::vector<float> scratch;
+        static thread_local HugeVector<float> scratch;
         walk.phase(chunks.count(), [&](int chunk) {
             chunks.for_each_panel(chunk, [&](long panel, long first_row, long end_row) {
                 const long columns = std::min<long>(PANEL, N - panel * PANEL);

@@ -1,4 +1,5 @@
-// Memory for weights: in pages of 2 MiB where the system gives them, since a step walks through all of it.
+// Memory for weights and what lies between them: in pages of 2 MiB where the system gives them. A step walks through all
+// weights; and what fits the second-level cache only stays there whole if its addresses follow each other in memory too.
 #pragma once
 
 #include <sys/mman.h>
@@ -40,5 +41,11 @@ struct HugePageAllocator {
 
 template <class T>
 using HugeVector = std::vector<T, HugePageAllocator<T>>;
+
+// Makes room for at least `n`; what was in it is lost.
+template <class T>
+static inline void grow(HugeVector<T>& v, size_t n) {
+    if (v.size() < n) HugeVector<T>(n).swap(v);
+}
 
 }  // namespace prefixcache
