@@ -1,6 +1,7 @@
-"""Two things that only a running server shows: a long chat sent again, and a neighbour that keeps a core busy.
+"""Three things that only a running server shows.
 
     chat         TTFT of 7,500 known tokens sent as messages, against the same prompt sent as token ids
+    tenants      TTFT of prompts that another tenant has warmed, against prompts that nobody has sent
     contention   ITL of one client while another process keeps one core busy, against ITL without it
 
 Prints JSON and a table. Takes the settings of `prefixcache serve`.
@@ -38,6 +39,7 @@ NUM_TOKENS = 40
 REPEAT = 15
 CHAT_AIM_MS = 1.5
 CONTENTION_AIM = 2.5
+TENANT_PROMPTS, TENANT_PROMPT_TOKENS, TENANT_AIM = 30, 200, 0.1
 
 
 def main() -> None:
@@ -54,7 +56,7 @@ async def measure(address: str) -> list[Row]:
     async with AsyncClient(address) as client:
         bench = ServiceBench(client)
         await bench.warm_up()
-        return [await chat(client), await contention(bench)]
+        return [await chat(client), await tenants(client), await contention(bench)]
 
 
 async def chat(client: AsyncClient) -> Row:
@@ -95,6 +97,27 @@ async def ttft_ms(client: AsyncClient, prompt: dict[str, Any]) -> float:
     async for _ in client.generate(max_tokens=1, temperature=0.0, **prompt):
         return (time.perf_counter() - started) * 1e3
     raise AssertionError("no answer")
+
+
+async def tenants(client: AsyncClient) -> Row:
+    prompts = {
+        name: [random_tokens(TENANT_PROMPT_TOKENS) for _ in range(TENANT_PROMPTS)] for name in ("warmed", "never sent")
+    }
+    for prompt in prompts["warmed"]:
+        await ttft_ms(client, {"token_ids": prompt, "cache_salt": "a"})
+    times: dict[str, list[float]] = {name: [] for name in prompts}
+    questions = [(name, prompt) for name, some in prompts.items() for prompt in some]
+    random.shuffle(questions)
+    for name, prompt in questions:
+        times[name].append(await ttft_ms(client, {"token_ids": prompt, "cache_salt": "b"}))
+    own = [await ttft_ms(client, {"token_ids": prompt, "cache_salt": "a"}) for prompt in prompts["warmed"]]
+    row = Row(
+        f"TTFT, {TENANT_PROMPT_TOKENS} tokens that another tenant has warmed",
+        Figure(times["warmed"], "ms"),
+        {"never sent": Figure(times["never sent"], "ms"), "its own again": Figure(own, "ms")},
+    )
+    row.aim = f"within {TENANT_AIM:.0%} of never sent", abs(row.ratio("never sent") - 1) <= TENANT_AIM
+    return row
 
 
 async def contention(bench: ServiceBench) -> Row:

@@ -20,7 +20,6 @@ from tokenizers import Tokenizer as CompiledTokenizer
 
 from prefixcache.request import Namespace
 
-MIN_PIECE_CHARS = 64  # shorter ones are tokenized as quickly as they are found
 MAX_BYTES = 64 * 2**20
 _BYTES_BESIDE_TEXT = 200  # of one entry: objects and table
 _PROBES = ("a", " a", "a ", "\n", "  two  words ", "é 你好", "12 345", ".", "\n\n- x\n", "don't", "\u200b", "e\u0301")
@@ -60,8 +59,6 @@ class EncodingMemo:
         return ids
 
     def _encode_piece(self, piece: str, namespace: Namespace) -> array[int]:
-        if len(piece) < MIN_PIECE_CHARS:
-            return array("I", self._backend.encode(piece, add_special_tokens=False).ids)
         with self._lock:
             known = self._known.get((namespace, piece))
         if known is None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from prefixcache.model.encoding_memo import MIN_PIECE_CHARS, EncodingMemo
+from prefixcache.model.encoding_memo import EncodingMemo
 from prefixcache.model.tokenizer import Tokenizer
 from prefixcache.request import Namespace
 from tests.support import tokenizers
@@ -23,7 +23,7 @@ PIECES = st.one_of(
         ["<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>", "<|im_", "▁", " ", "\n", "\r\n", "é", "e\u0301"]
     ),
     st.text(max_size=12),
-    st.text(st.characters(codec="utf-8"), max_size=12).map(lambda text: text * MIN_PIECE_CHARS),
+    st.text(st.characters(codec="utf-8"), max_size=12).map(lambda text: text * 64),
     st.sampled_from(tokenizers.CORPUS).map(lambda text: text * 3),
 )
 

@@ -22,6 +22,7 @@ constexpr int PAGE = 16;              // tokens in one page; a page is one panel
 constexpr int TOKEN_TILE = 64;
 constexpr int STACKED_ROWS = 192;     // most queries of a unit: rows x the group's heads
 constexpr int FEW_ROWS = 6;           // up to so many, dot products are quicker than turning keys into panels
+constexpr long FEW_AHEAD = 32;        // so many tokens ahead those of few queries are fetched
 constexpr long MIN_SPLIT_TOKENS = 128;
 
 struct Part {
@@ -215,6 +216,17 @@ class Attention {
         return pool + (long(pages[token / PAGE]) * PAGE + token % PAGE) * slot_stride_ + kv_head * shape_.head_dim;
     }
 
+    // Asks memory for what will be wanted soon: keys and values of `n` tokens within one page.
+    void fetch(int kv_head, const int32_t* pages, long token, long n) const {
+        const KV* key = at(keys_, kv_head, pages, token);
+        const KV* value = at(values_, kv_head, pages, token);
+        for (long i = 0; i < n; i++)
+            for (long d = 0; d < shape_.head_dim; d += 64 / long(sizeof(KV))) {
+                __builtin_prefetch(key + i * slot_stride_ + d);
+                __builtin_prefetch(value + i * slot_stride_ + d);
+            }
+    }
+
     // Some tokens, seen by a unit's rows.
     struct Tile {
         const Unit& unit;
@@ -236,6 +248,7 @@ class Attention {
         float* scores = scratch.scores;
         for (long i = 0; i < t.num_tokens; i += 8) {  // within one page: tiles and pages are multiples of 8
             const KV* key = at(keys_, kv_head, t.pages, t.token + i);
+            if (t.token + i + FEW_AHEAD < t.unit.end_token) fetch(kv_head, t.pages, t.token + i + FEW_AHEAD, 8);
             for (long s = 0; s < stacked; s++) {
                 const float* q = scratch.query + (base + s) * D;
                 Float8 dots[8] = {};
@@ -281,14 +294,7 @@ class Attention {
         for (long i = 0; i < t.num_tokens; i += PAGE) {
             const KV* key = at(keys_, head, t.pages, t.token + i);
             const KV* value = at(values_, head, t.pages, t.token + i);
-            if (t.token + i + TOKEN_TILE < t.unit.end_token) {
-                const long ahead = at(keys_, head, t.pages, t.token + i + TOKEN_TILE) - key;
-                for (long j = 0; j < PAGE; j++)
-                    for (long d = 0; d < D; d += 64 / long(sizeof(KV))) {
-                        __builtin_prefetch(key + ahead + j * slot_stride_ + d);
-                        __builtin_prefetch(value + ahead + j * slot_stride_ + d);
-                    }
-            }
+            if (t.token + i + TOKEN_TILE < t.unit.end_token) fetch(head, t.pages, t.token + i + TOKEN_TILE, PAGE);
             float* panel = scratch.keys + i * D;  // [D][PAGE]
             for (long d = 0; d < D; d += 8)
                 for (long half = 0; half < PAGE; half += 8) {
