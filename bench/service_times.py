@@ -33,7 +33,7 @@ CHUNK_TOKENS = 512
 PREFILLS = ((512, 0), (512, 0), (2048, 0), (2048, 0), (512, 4096), (512, 4096), (2048, 4096))  # new tokens, context
 DECODES = ((1, 512), (1, 4096), (4, 512), (8, 512), (4, 1024))  # requests, context of each
 STEPS = 32
-RESTORED_TOKENS = (1024, 2048, 4096)
+RESTORED_TOKENS = (1024, 1024, 2048, 4096)  # the first is not measured: a server that has never loaded is careful
 FLAGS = ("--cache-tokens", "65536", "--max-num-batched-tokens", str(CHUNK_TOKENS))
 
 
@@ -62,9 +62,10 @@ async def decode_times(service: ServiceBench) -> list[tuple[int, int, float]]:
 
 
 async def restore_times(service: ServiceBench, prompts: list[list[int]]) -> list[tuple[int, int, float]]:
-    """Time prompts that only Redis knows: tokens that came from there, tokens computed, seconds to the first token."""
+    """Time all but the first of prompts that only Redis knows: tokens from there, tokens computed, seconds."""
     rows = []
-    for prompt in prompts:
+    await service.ask(prompts[0], 1)
+    for prompt in prompts[1:]:
         answer = await service.ask(prompt, 1)
         assert answer.cached_tokens > 0.9 * len(prompt), "it was not in Redis"
         rows.append((answer.cached_tokens, len(prompt) - answer.cached_tokens, answer.ttft_ms / 1e3))
