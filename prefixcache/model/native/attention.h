@@ -264,7 +264,7 @@ class Attention {
             const KV* page = at(values_, kv_head, t.pages, t.token + i);
             for (long d = 0; d < D; d += PANEL)
                 tile<true>(int(stacked), scores + i, TOKEN_TILE, page + d, slot_stride_,
-                                  std::min<long>(PAGE, t.num_tokens - i), scratch.output + base * D + d, D);
+                           std::min<long>(PAGE, t.num_tokens - i), scratch.output + base * D + d, D);
         }
     }
 
@@ -279,12 +279,10 @@ class Attention {
             if (n <= 0) continue;
             float* scores = scratch.scores;
             for (long i = 0; i < n; i += PAGE)
-                tile<false>(rows, scratch.query + s * D, D, scratch.keys + i * D, PAGE, D, scores + i,
-                                   TOKEN_TILE);
+                tile<false>(rows, scratch.query + s * D, D, scratch.keys + i * D, PAGE, D, scores + i, TOKEN_TILE);
             weigh(scores, n, rows, s, scratch, [&](long row) { return t.seen_by(row / group); });
             for (long d = 0; d < D; d += PANEL)
-                tile<true>(rows, scores, TOKEN_TILE, scratch.values + d, D, n,
-                                  scratch.output + s * D + d, D);
+                tile<true>(rows, scores, TOKEN_TILE, scratch.values + d, D, n, scratch.output + s * D + d, D);
         }
     }
 
