@@ -165,7 +165,7 @@ def _vllm_server(peers: Path) -> Iterator[int]:
 
 
 def _vllm_dtype() -> str:
-    """What it is quickest in: without AVX-512 its products in bfloat16 take five times as long as in float32."""
+    """What it is quickest in: without AVX-512 its products in bfloat16 take several times as long as in float32."""
     return "bfloat16" if "AVX512" in torch.backends.cpu.get_cpu_capability() else "float32"
 
 

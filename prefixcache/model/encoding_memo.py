@@ -21,7 +21,7 @@ from tokenizers import Tokenizer as CompiledTokenizer
 from prefixcache.request import Namespace
 
 MAX_BYTES = 64 * 2**20
-_BYTES_BESIDE_TEXT = 200  # of one entry: objects and table
+_BYTES_BESIDE_TEXT = 500  # of one entry: objects and tables
 _PROBES = ("a", " a", "a ", "\n", "  two  words ", "é 你好", "12 345", ".", "\n\n- x\n", "don't", "\u200b", "e\u0301")
 
 

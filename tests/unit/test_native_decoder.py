@@ -103,7 +103,7 @@ def test_a_step_is_what_pytorch_computes(family: str) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_rows", [6, 7, 12, 24, 25, 63, 126, 127, 300])  # around every block of rows in the kernels
+@pytest.mark.parametrize("num_rows", [6, 7, 12, 24, 25, 64, 65, 126, 127, 300])  # around blocks of rows
 def test_a_chunk_of_any_size(num_rows: int, dtype: torch.dtype) -> None:
     torch.manual_seed(num_rows)
     pair, free = Pair("llama-gqa", dtype), tables()

@@ -3,7 +3,7 @@
 //
 // A part is some query rows that see the same pages. It is cut into units of work:
 //
-//     part          rows 0..31       rows 32..63
+//     part          rows 0..63       rows 64..127     (of a group of three heads)
 //     tokens 0..511   unit             unit          for each K/V head: its group's queries are stacked as rows
 //     tokens 512..    unit             unit
 //
@@ -24,6 +24,7 @@ constexpr int STACKED_ROWS = 192;     // most queries of a unit: rows x the grou
 constexpr int FEW_ROWS = 6;           // up to so many, dot products are quicker than turning keys into panels
 constexpr long FEW_AHEAD = 32;        // so many tokens ahead those of few queries are fetched
 constexpr long MIN_SPLIT_TOKENS = 128;
+static_assert(FEW_ROWS <= TILE_ROWS && TILE_ROWS <= 8 && PAGE == PANEL, "one tile, one reduction, one panel a page");
 
 struct Part {
     int32_t first_row_index;  // in the list of rows
@@ -127,15 +128,15 @@ struct Partials {
 // What one thread needs for a unit, and for a product.
 struct Scratch {
     float *query, *output;   // [stacked][head_dim]
-    float* scores;           // [up to 8][TOKEN_TILE]
+    float* scores;           // [TILE_ROWS][TOKEN_TILE]
     float *keys, *values;    // a tile's: panels [head_dim][PAGE], and [TOKEN_TILE][head_dim]
     float *maximum, *sum;    // [stacked], and some more so that eight can be read at once
     HugeVector<float> panel;
 
-    // Does nothing where everything is large enough.
+    // Lays the buffers out for a model's shape; allocates only where they have never been so large.
     void resize(AttentionShape shape) {
         const long rows = std::max({STACKED_ROWS, shape.group(), FEW_ROWS * shape.num_kv_heads}), D = shape.head_dim;
-        const long sizes[] = {rows * D, rows * D, 8 * TOKEN_TILE, TOKEN_TILE * D, TOKEN_TILE * D, rows + 8, rows + 8};
+        const long sizes[] = {rows * D, rows * D, TILE_ROWS * TOKEN_TILE, TOKEN_TILE * D, TOKEN_TILE * D, rows + 8, rows + 8};
         float** const starts[] = {&query, &output, &scores, &keys, &values, &maximum, &sum};
         auto whole_lines = [](long size) { return (size + 15) / 16 * 16; };
         long total = 0;
@@ -173,11 +174,11 @@ class Attention {
         std::fill_n(scratch.maximum, all_stacked, -INFINITY);
         std::fill_n(scratch.sum, all_stacked, 0.0f);
         for (long token = unit.first_token; token < unit.end_token; token += TOKEN_TILE) {
-            const Tile tile{unit, part, pages, token, std::min<long>(TOKEN_TILE, unit.end_token - token)};
+            const Tile tokens{unit, part, pages, token, std::min<long>(TOKEN_TILE, unit.end_token - token)};
             if (stacked <= FEW_ROWS)
-                for (int head = 0; head < unit.num_kv_heads; head++) add_to_few(tile, head, stacked, scratch);
+                for (int head = 0; head < unit.num_kv_heads; head++) add_to_few(tokens, head, stacked, scratch);
             else
-                add_to_many(tile, stacked, scratch);
+                add_to_many(tokens, stacked, scratch);
         }
         for (int head = 0; head < unit.num_kv_heads; head++) write(unit, head, plan, rows, scratch);
     }

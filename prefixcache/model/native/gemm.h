@@ -146,7 +146,7 @@ static inline void multiply_panel(const Packed<W>& weight, long panel, const flo
     // of them fetch the next panel, each a share.
     auto all_tiles = [&](const auto* from) {
         const long num_fetching = std::min(num_tiles, FETCHING_TILES);
-        Ahead ahead{reinterpret_cast<const char*>(w + K * PANEL), row_bytes / num_fetching};
+        Ahead ahead{reinterpret_cast<const char*>(w + K * PANEL), (row_bytes + num_fetching - 1) / num_fetching};
         long row = first_row;
         for (long i = 0; i < num_fetching; i++, row += TILE_ROWS, ahead.from += K * ahead.step)
             one_tile(std::integral_constant<Fetch, Fetch::TO_SECOND_LEVEL>(), row, from, ahead);

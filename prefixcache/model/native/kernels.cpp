@@ -1,4 +1,4 @@
-// What Python calls (prefixcache/native/library.py). Nothing here takes Python's lock, and no call may overlap another
+// What Python calls (prefixcache/model/native/library.py). Nothing here takes Python's lock, and no call may overlap another
 // on the same object.
 
 #include <memory>

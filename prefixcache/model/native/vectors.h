@@ -12,7 +12,6 @@ namespace prefixcache {
 
 typedef float Float8 __attribute__((vector_size(32)));
 typedef uint32_t UInt8 __attribute__((vector_size(32)));
-typedef int32_t Int8 __attribute__((vector_size(32)));
 
 // The upper half of a float32; every value of it is a float32, so products are as exact as with float32 weights.
 struct BFloat16 {
