@@ -45,6 +45,7 @@ class EncodingMemo:
         longest_first = sorted(self._special_ids, key=len, reverse=True)  # as the tokenizer itself prefers them
         self._separator = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
         self.splits = self._separator is not None and self._may_split()
+        self._known.clear()  # of what was tried
 
     def encode(self, text: str, namespace: Namespace) -> list[int]:
         """Return what the tokenizer makes of `text`; what is remembered for one namespace is unknown to all others."""
