@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from prefixcache.client import Client
 from prefixcache.local_server import LocalServer
-from tests.support.models import SLOW_KERNELS, VOCAB_SIZE
+from tests.support.models import VOCAB_SIZE, slow_server_flags
 
 NUM_TOKENS = 320
 PROMPTS = [random.Random(seed).choices(range(3, VOCAB_SIZE), k=NUM_TOKENS) for seed in range(3)]
@@ -23,8 +23,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def server(model_folder: Path, disk: Path) -> LocalServer:
-    flags = ("--cache-tokens", "4096", "--threads", "1", *SLOW_KERNELS, "--disk", str(disk), "--disk-size", "64MiB")
-    return LocalServer("--model", str(model_folder), *flags)
+    return LocalServer(*slow_server_flags(model_folder, 4096), "--disk", str(disk), "--disk-size", "64MiB")
 
 
 def drained_while_three_streams_run(running: LocalServer) -> list[list[int]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from deploy.local.topology import Replica, Topology
 from prefixcache._pb.prefixcache.v1 import inference_pb2 as pb
 from prefixcache.client import Client
-from tests.support.models import SLOW_KERNELS, VOCAB_SIZE
+from tests.support.models import VOCAB_SIZE, slow_server_flags
 from tests.support.patience import until
 
 PROMPT = random.Random(5).choices(range(3, VOCAB_SIZE), k=1200)
@@ -30,17 +30,7 @@ def answer(replica: Replica) -> pb.CompleteResponse:
 
 
 def test_a_request_is_warm_on_the_other_replica_and_both_are_scraped(slow_model_folder: Path, tmp_path: Path) -> None:
-    flags = (
-        "--model",
-        str(slow_model_folder),
-        "--cache-tokens",
-        "2048",
-        "--threads",
-        "1",
-        *SLOW_KERNELS,
-        "--disk-size",
-        "64MiB",
-    )
+    flags = (*slow_server_flags(slow_model_folder), "--disk-size", "64MiB")
     with Topology(tmp_path, *flags, redis_memory="64mb") as topology:
         one, other = topology.replicas
         computed = answer(one)

@@ -16,7 +16,7 @@ import yaml
 from prefixcache._pb.prefixcache.v1 import inference_pb2 as pb
 from prefixcache.client import Client
 from prefixcache.local_server import LocalServer
-from tests.support.models import SLOW_KERNELS, VOCAB_SIZE
+from tests.support.models import VOCAB_SIZE, slow_server_flags
 from tests.support.operations_doc import documented_metrics, headings
 from tests.support.patience import LIMIT_S, until
 from tests.support.prometheus_server import FOLDER, PrometheusServer, prometheus_server, require
@@ -89,17 +89,7 @@ def test_grafana_finds_its_data_source_and_its_dashboard():
 def scraped(slow_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrometheusServer]:
     """A Prometheus that has watched two replicas, every tier below them, serve every kind of hit."""
     folder = tmp_path_factory.mktemp("monitoring")
-    flags = (
-        "--model",
-        str(slow_model_folder),
-        "--cache-tokens",
-        "2048",
-        "--threads",
-        "1",
-        *SLOW_KERNELS,
-        "--host-memory",
-        "4MiB",
-    )
+    flags = (*slow_server_flags(slow_model_folder), "--host-memory", "4MiB")
     with redis_server(folder / "redis") as redis:
         starting = [
             LocalServer(*flags, "--redis", redis.url, "--disk", str(folder / name), "--disk-size", "64MiB")

@@ -13,7 +13,7 @@ import pytest
 from prefixcache._pb.prefixcache.v1 import inference_pb2 as pb
 from prefixcache.client import Client
 from prefixcache.local_server import LocalServer
-from tests.support.models import SLOW_KERNELS, VOCAB_SIZE
+from tests.support.models import VOCAB_SIZE, slow_server_flags
 from tests.support.redis_server import redis_server
 
 PAGE = 16
@@ -25,9 +25,7 @@ def server(model_folder: Path, hash_seed: int, *flags: str) -> LocalServer:
     """A server process of its own, whose hashes differ from the others'; it starts while others do."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PYTHONHASHSEED", str(hash_seed))
-        return LocalServer(
-            "--model", str(model_folder), "--cache-tokens", "2048", "--threads", "1", *SLOW_KERNELS, *flags
-        )
+        return LocalServer(*slow_server_flags(model_folder), *flags)
 
 
 def answer(running: LocalServer) -> pb.CompleteResponse:

@@ -8,6 +8,7 @@ the next token depends on the whole context: `tests/unit/support/test_models.py`
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,9 +28,6 @@ from transformers import (
 VOCAB_SIZE = 512
 EOS_TOKEN_ID = 2
 MAX_MODEL_LEN = 2048
-
-# For servers of which a test wants that they load K/V: on our own kernels these models compute it more quickly.
-SLOW_KERNELS = ("--kernels", "torch", "--dtype", "float32")
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -116,6 +114,12 @@ def tiny_model(family: str) -> PreTrainedModel:
 def slow_model() -> PreTrainedModel:
     """One that computes for much longer than its K/V takes to load, so that a server loads whatever it finds."""
     return _build("llama-gqa", intermediate_size=8192)
+
+
+def slow_server_flags(model_folder: Path, cache_tokens: int = 2048) -> tuple[str, ...]:
+    """Settings of a server that is to load K/V: on our own kernels, computing it would be quicker."""
+    model = ("--model", str(model_folder), "--cache-tokens", str(cache_tokens))
+    return (*model, "--threads", "1", "--kernels", "torch", "--dtype", "float32")
 
 
 def _build(family: str, **changes: int) -> PreTrainedModel:
