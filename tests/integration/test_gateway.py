@@ -27,6 +27,8 @@ from tests.support.tokenizers import byte_level
 
 PAGE = 16
 MODEL = "plain"
+# what is sampled may end at any token; where a test counts tokens or takes its time, it must not
+FULL_LENGTH: dict[str, Any] = {"extra_body": {"ignore_eos": True}}
 WORDS = [
     "river",
     "stone",
@@ -247,7 +249,7 @@ def test_logprobs_are_the_engines(fleet: Fleet):
 
 
 def test_samples_and_seeds(fleet: Fleet):
-    asked: dict[str, Any] = {"model": MODEL, "prompt": text(4), "max_tokens": 10, "temperature": 1.0}
+    asked: dict[str, Any] = {"model": MODEL, "prompt": text(4), "max_tokens": 10, **FULL_LENGTH}
     reply = fleet.client.completions.create(**asked, n=3, seed=7)
     assert [choice.index for choice in reply.choices] == [0, 1, 2]
     assert len({choice.text for choice in reply.choices}) == 3
@@ -281,7 +283,7 @@ def test_errors_are_the_clients_and_say_why(fleet: Fleet, status: int, named: st
 def test_more_output_than_the_context_holds_is_cut(fleet: Fleet):
     prompt = text(6, 370)
     num_left = 2048 - len(tokens(fleet.one, prompt))
-    asked: dict[str, Any] = {"model": MODEL, "prompt": prompt, "extra_body": {"ignore_eos": True}}
+    asked: dict[str, Any] = {"model": MODEL, "prompt": prompt, **FULL_LENGTH}
     for limit in ({}, {"max_tokens": 100_000}):
         reply = fleet.client.completions.create(**asked, **limit)
         assert (reply.usage.completion_tokens, reply.choices[0].finish_reason) == (num_left, "length")
@@ -290,7 +292,7 @@ def test_more_output_than_the_context_holds_is_cut(fleet: Fleet):
 @pytest.mark.parametrize("is_after_first_token", [False, True])
 def test_work_stops_when_the_client_leaves(fleet: Fleet, is_after_first_token: bool):
     cancelled, generated = fleet.total("requests_total", outcome="cancelled"), fleet.total("generated_tokens_total")
-    asked: dict[str, Any] = {"model": MODEL, "prompt": text(7), "max_tokens": 1700, "extra_body": {"ignore_eos": True}}
+    asked: dict[str, Any] = {"model": MODEL, "prompt": text(7), "max_tokens": 1700, **FULL_LENGTH}
     if is_after_first_token:
         stream = fleet.client.completions.create(**asked, stream=True)
         next(iter(stream))
@@ -360,8 +362,8 @@ def test_a_replica_may_die_and_comes_back_warm(fleet: Fleet):
     fleet.one.kill()
 
     def ask(index: int) -> int:
-        reply = fleet.client.completions.create(model=MODEL, prompt=f"{text(6100 + index % 50)} {index}", max_tokens=4)
-        return reply.usage.completion_tokens
+        asked = {"prompt": f"{text(6100 + index % 50)} {index}", "max_tokens": 4, **FULL_LENGTH}
+        return fleet.client.completions.create(model=MODEL, **asked).usage.completion_tokens
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(ask, range(200))) == [4] * 200

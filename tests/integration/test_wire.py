@@ -241,7 +241,7 @@ async def test_cancelling_a_stream_stops_the_work(server: WireServer, client: As
 
 async def test_dropping_the_connection_stops_the_work(server: WireServer):
     channel = grpc.aio.insecure_channel(server.target)
-    call = pb_grpc.InferenceStub(channel).Complete(pb.GenerateRequest(token_ids=PROMPT, max_tokens=1500))
+    call = pb_grpc.InferenceStub(channel).Complete(pb.GenerateRequest(token_ids=PROMPT, max_tokens=1500, **GREEDY))
     waiting = asyncio.ensure_future(call)
     await eventually(lambda: server.value("running_sequences") == 1)
     await channel.close()
