@@ -12,7 +12,6 @@ before the first piece alone. `EncodingMemo` tries it out first, and where it fa
 from __future__ import annotations
 
 import re
-from array import array
 from threading import Lock
 
 from cachetools import LRUCache
@@ -22,6 +21,7 @@ from prefixcache.request import Namespace
 
 MAX_BYTES = 64 * 2**20
 _BYTES_BESIDE_TEXT = 500  # of one entry: objects and tables
+_BYTES_PER_ID = 36  # an int and its place in a tuple: five times an array's, but it takes no time to make a list of it
 _PROBES = ("a", " a", "a ", "\n", "  two  words ", "é 你好", "12 345", ".", "\n\n- x\n", "don't", "\u200b", "e\u0301")
 
 
@@ -36,7 +36,7 @@ class EncodingMemo:
     def __init__(self, backend: CompiledTokenizer, max_bytes: int = MAX_BYTES) -> None:
         self._backend = backend
         self._lock = Lock()
-        self._known: LRUCache[tuple[Namespace, str], array[int]] = LRUCache(max_bytes, getsizeof=_num_bytes)
+        self._known: LRUCache[tuple[Namespace, str], tuple[int, ...]] = LRUCache(max_bytes, getsizeof=_num_bytes)
         self._special_ids = {
             token.content: token_id
             for token_id, token in backend.get_added_tokens_decoder().items()
@@ -50,7 +50,7 @@ class EncodingMemo:
     def encode(self, text: str, namespace: Namespace) -> list[int]:
         """Return what the tokenizer makes of `text`; what is remembered for one namespace is unknown to all others."""
         if not self.splits or self._separator is None:
-            return self._encode_piece(text, namespace).tolist()
+            return list(self._encode_piece(text, namespace))
         ids: list[int] = []
         for index, piece in enumerate(self._separator.split(text)):
             if index % 2:
@@ -59,11 +59,11 @@ class EncodingMemo:
                 ids.extend(self._encode_piece(piece, namespace))
         return ids
 
-    def _encode_piece(self, piece: str, namespace: Namespace) -> array[int]:
+    def _encode_piece(self, piece: str, namespace: Namespace) -> tuple[int, ...]:
         with self._lock:
             known = self._known.get((namespace, piece))
         if known is None:
-            known = array("I", self._backend.encode(piece, add_special_tokens=False).ids)
+            known = tuple(self._backend.encode(piece, add_special_tokens=False).ids)
             if _num_bytes(known) + len(piece) <= self._known.maxsize:
                 with self._lock:
                     self._known[namespace, piece] = known
@@ -87,6 +87,6 @@ class EncodingMemo:
         )
 
 
-def _num_bytes(ids: array[int]) -> int:
-    """About what an entry takes: a token is some four characters of at most four bytes, and its id."""
-    return len(ids) * (ids.itemsize + 16) + _BYTES_BESIDE_TEXT
+def _num_bytes(ids: tuple[int, ...]) -> int:
+    """About what an entry takes: a token is some four characters of at most four bytes, and its id, an object."""
+    return len(ids) * (16 + _BYTES_PER_ID) + _BYTES_BESIDE_TEXT

@@ -132,8 +132,9 @@ def to_engine(
     if num_prompt_tokens == 0:
         raise InvalidRequest(prompt_field, "has no tokens; a prompt needs at least one")
     check_prompt_length(prompt_field, num_prompt_tokens, limits)
-    if not isinstance(checked.prompt, TokenPrompt):  # a tokenizer may know tokens that the model has no embedding for
-        checked_token_ids(prompt_field, prompt_token_ids, limits.vocab_size)
+    if not isinstance(checked.prompt, TokenPrompt) and (largest := max(prompt_token_ids)) >= limits.vocab_size:
+        # a tokenizer may know more tokens than the model
+        raise InvalidRequest(prompt_field, f"holds token {largest}, for which this model has no embedding")
 
     num_left = limits.max_model_len - num_prompt_tokens
     max_tokens = min(DEFAULT_MAX_TOKENS, num_left) if checked.max_tokens is None else checked.max_tokens

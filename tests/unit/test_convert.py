@@ -252,6 +252,13 @@ def test_a_prompt_that_fills_the_model_is_refused_with_both_numbers(prompt: dict
     assert "100 tokens, but the model's length is 100" in caught.value.reason
 
 
+def test_text_with_a_token_that_only_the_tokenizer_knows_is_refused():
+    checked = convert.check(request(text="a"), LIMITS)
+    assert convert.to_engine(checked, "id", [0, 511], LIMITS).prompt_token_ids == [0, 511]
+    with pytest.raises(InvalidRequest, match=r"^text: holds token 512"):
+        convert.to_engine(checked, "id", [0, 512, 5], LIMITS)
+
+
 def test_text_that_has_no_tokens_is_refused():
     with pytest.raises(InvalidRequest, match=r"^text: has no tokens"):
         convert.to_engine(convert.check(request(text="a"), LIMITS), "id", [], LIMITS)
