@@ -85,11 +85,11 @@ class BareLoop:
         sequence.token_ids.append(tokens[0])
 
     def _tokens(self, work: list[Work], *, sample: bool = True) -> list[int]:
-        hidden = self._runner.forward(work)
+        hidden = self._runner.forward(work, [int(sample)] * len(work))
         if not sample:
             return []
-        ends = torch.tensor([item.num_tokens for item in work]).cumsum(0) - 1
-        tokens: list[int] = self._runner.logits(self._runner.final_states(hidden, ends.tolist())).argmax(-1).tolist()
+        states = self._runner.final_states(hidden, list(range(len(work))))
+        tokens: list[int] = self._runner.logits(states).argmax(-1).tolist()
         return tokens
 
 

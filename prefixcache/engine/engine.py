@@ -303,19 +303,21 @@ class Engine:
 
     def _run_work(self, work: list[Work]) -> None:
         """One forward pass; publish its K/V to the tree and its tokens to the clients."""
-        hidden = self._runner.forward(work)
+        num_outputs = [self._num_outputs(item) for item in work]
+        hidden = self._runner.forward(work, num_outputs)
         prompt_logprobs: dict[Sequence, list[TokenLogprobs | None]] = {}
         last_rows: list[int] = []
         finished: list[Work] = []
         row = 0
-        for item in work:
+        for item, num_rows in zip(work, num_outputs, strict=True):
             sequence = item.sequence
             if sequence.num_computed_tokens < sequence.num_prompt_tokens:
                 self._metrics.prefilled_tokens.inc(item.num_prompt_tokens)
-                pieces = self._prompt_logprobs(item, hidden[row : row + item.num_tokens])
-                if pieces:
-                    prompt_logprobs[sequence] = pieces
-            row += item.num_tokens
+                if self._reports_prompt(sequence):
+                    pieces = self._prompt_logprobs(item, hidden[row : row + num_rows])
+                    if pieces:
+                        prompt_logprobs[sequence] = pieces
+            row += num_rows
             sequence.num_computed_tokens += item.num_tokens
             if sequence.num_uncomputed_tokens == 0:
                 last_rows.append(row - 1)
@@ -389,15 +391,25 @@ class Engine:
                 result[row] = (report,)
         return result
 
+    def _num_outputs(self, work: Work) -> int:
+        """Of how many of its tokens, the last ones, more is wanted than their K/V."""
+        if self._reports_prompt(work.sequence):
+            return work.num_tokens
+        return int(work.num_tokens == work.sequence.num_uncomputed_tokens)
+
+    def _reports_prompt(self, sequence: Sequence) -> bool:
+        handle, sample = self._samples[sequence]
+        is_asked = handle.request.sampling.prompt_logprobs is not None and sample.index == 0
+        return is_asked and sequence.num_computed_tokens < sequence.num_prompt_tokens
+
     def _prompt_logprobs(self, work: Work, hidden: torch.Tensor) -> list[TokenLogprobs | None]:
         """Report the prompt tokens that these rows predict; a row after a preemption is not reported again."""
         sequence = work.sequence
-        handle, sample = self._samples[sequence]
+        handle, _ = self._samples[sequence]
         num_top = handle.request.sampling.prompt_logprobs
+        assert num_top is not None
         start = max(sequence.num_computed_tokens, handle.num_prompt_logprobs - 1)
         end = min(sequence.num_computed_tokens + work.num_tokens, sequence.num_prompt_tokens - 1)
-        if num_top is None or sample.index > 0:
-            return []
         reports: list[TokenLogprobs | None] = []
         if handle.num_prompt_logprobs == 0:
             reports.append(None)  # nothing precedes the first token

@@ -26,15 +26,21 @@ class Runner:
     def device(self) -> torch.device:
         return self._decoder.device
 
-    def forward(self, work: list[Work]) -> torch.Tensor:
+    def forward(self, work: list[Work], num_outputs: list[int]) -> torch.Tensor:
         """Run the model over `work` and write the K/V of its tokens to the leased pages.
 
+        Args:
+            work: What is computed.
+            num_outputs: Of how many of each item's tokens, the last ones, the output is wanted: from none to all.
+
         Returns:
-            The last layer's output for every row, `[num_rows, hidden_size]`, in the order of the work.
+            The last layer's output for those, `[sum(num_outputs), hidden_size]`, in the order of the work.
         """
-        batch = build_batch(work, self._pool.page_size, self.device)
+        batch = build_batch(work, num_outputs, self._pool.page_size, self.device)
         plan = self._decoder.backend.plan(batch.slices)
-        return self._decoder.forward(batch.input_ids, batch.positions, batch.slot_mapping, plan, self._pool.kv)
+        return self._decoder.forward(
+            batch.input_ids, batch.positions, batch.slot_mapping, plan, self._pool.kv, batch.output_rows
+        )
 
     def final_states(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
         """Pick `rows` of a forward pass and bring them to where the LM head reads: `[len(rows), hidden_size]`."""

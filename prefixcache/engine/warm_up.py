@@ -21,8 +21,8 @@ def warm_up(runner: Runner, cache: PrefixCache, max_num_batched_tokens: int) -> 
         sequence.lease = cache.try_acquire(None, sequence.prompt_key, num_tokens=num_tokens)
         assert sequence.lease is not None, "warming up comes before the first request"
         started_s = time.monotonic()
-        hidden = runner.forward([Work(sequence, num_tokens)])
-        runner.logits(runner.final_states(hidden, [num_tokens - 1])).argmax().item()  # the device is done as well
+        hidden = runner.forward([Work(sequence, num_tokens)], [1])
+        runner.logits(runner.final_states(hidden, [0])).argmax().item()  # the device is done as well
         if index:
             cache.note_step([(num_tokens, num_tokens)], time.monotonic() - started_s)
         cache.discard(sequence.lease)

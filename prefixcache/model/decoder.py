@@ -62,13 +62,17 @@ class Decoder:
         slot_mapping: torch.Tensor,
         plan: object,
         kv: torch.Tensor,
+        output_rows: torch.Tensor,
     ) -> torch.Tensor:
         """Compute one step and write its K/V to the pool; see `ForwardPass`."""
         cos, sin = self._rope[:, positions].unsqueeze(2)  # each [num_rows, 1, head_dim]
         hidden = F.embedding(input_ids, self._embedding)
         for layer, layer_kv in zip(self._layers, kv, strict=True):
             normed = self._norm(hidden, layer.input_norm)
-            hidden = hidden + self._attention(layer, normed, cos, sin, slot_mapping, plan, layer_kv)
+            attended = self._attend(layer, normed, cos, sin, slot_mapping, plan, layer_kv)
+            if layer is self._layers[-1] and len(output_rows) < len(hidden):
+                hidden, attended = hidden[output_rows], attended[output_rows]
+            hidden = hidden + layer.attention_out(attended)
             gate, up = layer.gate_up(self._norm(hidden, layer.mlp_norm)).chunk(2, dim=-1)
             hidden = hidden + layer.down(F.silu(gate) * up)
         return hidden
@@ -83,7 +87,7 @@ class Decoder:
         """Map final states `[n, hidden_size]` to float32 logits `[n, vocab_size]`."""
         return self._lm_head(final_states).float()
 
-    def _attention(
+    def _attend(
         self,
         layer: Layer,
         x: torch.Tensor,
@@ -104,7 +108,7 @@ class Decoder:
         kv[0].index_copy_(0, slot_mapping, key)
         kv[1].index_copy_(0, slot_mapping, value)
         attended = self.backend.attend(plan, kv, query, key, value)
-        return layer.attention_out(attended.reshape(-1, spec.num_heads * spec.head_dim))
+        return attended.reshape(-1, spec.num_heads * spec.head_dim)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, weight.shape, weight, self.spec.rms_norm_eps)

@@ -35,6 +35,7 @@ class ForwardPass(Protocol):
         slot_mapping: torch.Tensor,
         plan: Any,
         kv: torch.Tensor,
+        output_rows: torch.Tensor,
     ) -> torch.Tensor:
         """Compute one step and write its K/V to the pool.
 
@@ -44,9 +45,10 @@ class ForwardPass(Protocol):
             slot_mapping: `[num_rows]`, the slot that takes each token's K/V.
             plan: What `backend` made of this step's sequences.
             kv: `[num_layers, 2, num_slots, num_kv_heads, head_dim]`.
+            output_rows: `[num_outputs]`, int64, ascending: all rows but the plan's unread ones, maybe none.
 
         Returns:
-            The last layer's output before the final norm, `[num_rows, hidden_size]`.
+            The last layer's output of those rows, before the final norm: `[num_outputs, hidden_size]`.
         """
 
     def final_states(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,9 @@ class Served:
             positions += range(start, end)
             slots += [table[p // PAGE_SIZE] * PAGE_SIZE + p % PAGE_SIZE for p in range(start, end)]
         rows = torch.tensor((ids, positions, slots), device=DEVICE)
-        hidden = self.decoder.forward(*rows, self.decoder.backend.plan(slices), self.pool.kv)
+        hidden = self.decoder.forward(
+            *rows, self.decoder.backend.plan(slices), self.pool.kv, torch.arange(len(ids), device=DEVICE)
+        )
         logits = self.decoder.logits(self.decoder.final_states(hidden))
         return list(logits.split([part.num_queries for part in slices]))
 

@@ -49,23 +49,31 @@ class Pair:
         self.torch = Decoder(self.spec, {name: weight.float() for name, weight in weights.items()}, attention)
         self.own = NativeDecoder(self.spec, weights)
 
-    def step(self, sequences: list[tuple[list[int], int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of one step over (page table, context, new tokens) of each sequence: ours, and PyTorch's."""
+    def step(
+        self, sequences: list[tuple[list[int], int, int]], num_unread: list[int] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of one step over (page table, context, new tokens) of each sequence: ours, and PyTorch's.
+
+        The first `num_unread` rows of each sequence are left out; PyTorch's, also, once computed and then dropped.
+        """
         slices: list[SequenceSlice] = []
         positions: list[int] = []
         slots: list[int] = []
-        for table, context_len, num_new in sequences:
-            slices.append(SequenceSlice(len(positions), num_new, context_len, table))
+        read: list[int] = []
+        for (table, context_len, num_new), unread in zip(sequences, num_unread or [0] * len(sequences), strict=True):
+            slices.append(SequenceSlice(len(positions), num_new, context_len, table, unread))
+            read += range(len(positions) + unread, len(positions) + num_new)
             places = range(context_len, context_len + num_new)
             positions += places
             slots += [table[place // PAGE_SIZE] * PAGE_SIZE + place % PAGE_SIZE for place in places]
         ids = torch.randint(VOCAB_SIZE, (len(positions),))
-        logits = []
-        for decoder, kv in ((self.own, self.own_kv), (self.torch, self.torch_kv)):
-            plan = decoder.backend.plan(slices)
-            hidden = decoder.forward(ids, torch.tensor(positions), torch.tensor(slots), plan, kv)
-            logits.append(decoder.logits(decoder.final_states(hidden)))
-        return logits[0], logits[1]
+        rows = (ids, torch.tensor(positions), torch.tensor(slots))
+        all_rows, output_rows = torch.arange(len(ids)), torch.tensor(read, dtype=torch.int64)
+        own = self.own.forward(*rows, self.own.backend.plan(slices), self.own_kv, output_rows)
+        plan = self.torch.backend.plan(slices)
+        other = self.torch.forward(*rows, plan, self.torch_kv, all_rows)[output_rows]
+        torch.testing.assert_close(self.torch.forward(*rows, plan, self.torch_kv, output_rows), other)
+        return self.own.logits(self.own.final_states(own)), self.torch.logits(self.torch.final_states(other))
 
 
 def tables() -> Iterator[list[int]]:
@@ -97,6 +105,21 @@ def test_a_step_is_what_pytorch_computes(family: str) -> None:
     pair = Pair(family, torch.float32)
     own, expected = pair.step(mixed_step())
     assert expected.std() > 0.5
+    torch.testing.assert_close(own, expected, atol=2e-4, rtol=0)
+    torch.testing.assert_close(pair.own_kv, pair.torch_kv, atol=2e-5, rtol=0)
+
+
+@needs_kernels
+@pytest.mark.parametrize("num_read", [(1,) * 9, (0, 1, 0, 1, 1, 0, 100, 1, 2), (1, 1, 1, 1, 1, 1, 0, 5, 1), (0,) * 9])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_that_nobody_reads_leave_their_kv_and_no_trace_in_the_others(
+    family: str, num_read: tuple[int, ...]
+) -> None:
+    torch.manual_seed(1)
+    pair, sequences = Pair(family, torch.float32), mixed_step()
+    unread = [num_new - wanted for (_, _, num_new), wanted in zip(sequences, num_read, strict=True)]
+    own, expected = pair.step(sequences, unread)
+    assert own.shape == (sum(num_read), VOCAB_SIZE)
     torch.testing.assert_close(own, expected, atol=2e-4, rtol=0)
     torch.testing.assert_close(pair.own_kv, pair.torch_kv, atol=2e-5, rtol=0)
 
@@ -163,9 +186,8 @@ def test_kv_is_rounded_to_bfloat16_as_pytorch_rounds() -> None:
     full.own = NativeDecoder(full.spec, rounded)
     ids, positions, table = torch.randint(VOCAB_SIZE, (48,)), torch.arange(48), [0, 1, 2]
     for pair in (half, full):
-        pair.own.forward(
-            ids, positions, positions, pair.own.backend.plan([SequenceSlice(0, 48, 0, table)]), pair.own_kv
-        )
+        plan = pair.own.backend.plan([SequenceSlice(0, 48, 0, table)])
+        pair.own.forward(ids, positions, positions, plan, pair.own_kv, positions)
     assert torch.equal(half.own_kv[0, :, :48], full.own_kv[0, :, :48].bfloat16())  # layer 0 has the same input in both
 
 
@@ -174,7 +196,7 @@ def test_shared_pages_are_planned_once() -> None:
     root = next(free)
     tails = [next(free) for _ in range(3)]
     sequences = [SequenceSlice(row, 1, 200, root + tail) for row, tail in enumerate(tails)]
-    plan = NativePlanner(PAGE_SIZE).plan(sequences)
+    plan = NativePlanner(PAGE_SIZE).plan(sequences).queries
     assert plan.parts.tolist() == [[0, 3, 0, 192, 0], [3, 1, 12, 9, 1], [4, 1, 13, 9, 1], [5, 1, 14, 9, 1]]
     assert plan.rows.tolist() == [0, 1, 2, 0, 1, 2]
     assert plan.pages.tolist() == [*root, *(tail[0] for tail in tails)]

@@ -25,12 +25,15 @@ class SequenceSlice:
         num_queries: Query rows, one for each new token.
         context_len: Tokens before the first query; their K/V is in the pool.
         page_table: Pages of context and new tokens, in token order.
+        num_unread: So many of the first query rows are there for their K/V alone: nobody reads their output in the
+            last layer. Attention may give anything for them there.
     """
 
     first_row: int
     num_queries: int
     context_len: int
     page_table: list[int]
+    num_unread: int = 0
 
 
 Plan = TypeVar("Plan")

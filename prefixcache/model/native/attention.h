@@ -34,6 +34,14 @@ struct Part {
     int32_t is_causal;         // row i sees num_tokens - (num_rows - 1 - i) tokens; else all see all
 };
 
+// Who attends to what, in one step.
+struct Queries {
+    const Part* parts;
+    int64_t num_parts;
+    const int32_t* rows;   // of all parts
+    const int32_t* pages;  // of all parts
+};
+
 struct Unit {
     int part, first_kv_head, num_kv_heads;
     long first_row, num_rows;  // of the part
@@ -56,9 +64,11 @@ struct AttentionPlan {
     std::vector<int> merged_rows;     // rows with several partials
     long total_partials = 0;
 
-    AttentionPlan(const Part* parts, int num_parts, const int32_t* rows, long num_step_rows, AttentionShape shape,
-                  int num_threads)
+    AttentionPlan(const Queries& queries, long num_step_rows, AttentionShape shape, int num_threads)
         : num_partials(num_step_rows, 0), first_partial(num_step_rows, 0) {
+        const Part* parts = queries.parts;
+        const int32_t* rows = queries.rows;
+        const int num_parts = int(queries.num_parts);
         const long rows_per_unit = std::max(1, STACKED_ROWS / shape.group());
         // Few rows: all heads of a token in one unit, so that memory is read in the order in which it lies. Many rows
         // spend their time computing: a head each, so that a unit's rows stay in the nearest cache.
@@ -163,12 +173,12 @@ class Attention {
         : shape_(shape), keys_(keys), values_(values), query_(query), query_stride_(query_stride), output_(output),
           partials_(partials), slot_stride_(long(shape.num_kv_heads) * shape.head_dim) {}
 
-    void run(const Unit& unit, const Part& part, const AttentionPlan& plan, const int32_t* rows, const int32_t* pages,
-             Scratch& scratch) {
+    void run(const Unit& unit, const AttentionPlan& plan, const Queries& queries, Scratch& scratch) {
+        const Part& part = queries.parts[unit.part];
         const long D = shape_.head_dim, group = shape_.group(), stacked = unit.num_rows * group;
         const long all_stacked = stacked * unit.num_kv_heads;
-        rows += part.first_row_index + unit.first_row;
-        pages += part.first_page_index;
+        const int32_t* rows = queries.rows + part.first_row_index + unit.first_row;
+        const int32_t* pages = queries.pages + part.first_page_index;
         for (int head = 0; head < unit.num_kv_heads; head++) load_queries(unit, head, rows, scratch);
         std::fill_n(scratch.output, all_stacked * D, 0.0f);
         std::fill_n(scratch.maximum, all_stacked, -INFINITY);

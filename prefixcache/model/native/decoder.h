@@ -24,18 +24,19 @@ struct LayerWeights {  // as the model has them, row-major; what a model lacks i
 
 // What one step is made of; all of it belongs to the caller.
 struct Step {
-    float* hidden;             // [num_rows, hidden_size]: embeddings in, the last layer's output out
+    float* hidden;               // [num_rows, hidden_size]: embeddings in, spoilt on the way
     int64_t num_rows;
-    const int64_t* positions;  // [num_rows]
-    const int64_t* slots;      // [num_rows]: where each row's K/V goes
-    const float* rope;         // [2, max_model_len, head_dim]: cos, and sin with the rotation's minus in its first half
+    const int64_t* positions;    // [num_rows]
+    const int64_t* slots;        // [num_rows]: where each row's K/V goes
+    const float* rope;           // [2, max_model_len, head_dim]: cos, and sin with the rotation's minus in its first half
     int64_t rope_length;
-    void* kv;                  // [num_layers, 2, num_slots, num_kv_heads, head_dim]
+    void* kv;                    // [num_layers, 2, num_slots, num_kv_heads, head_dim]
     int64_t num_slots;
-    const Part* parts;
-    int64_t num_parts;
-    const int32_t* rows;       // of all parts
-    const int32_t* pages;      // of all parts
+    Queries queries;             // of all layers but the last
+    float* outputs;              // [num_outputs, hidden_size]: the last layer's output
+    const int64_t* output_rows;  // [num_outputs]: the rows whose output is wanted, ascending
+    int64_t num_outputs;
+    Queries output_queries;      // of the last layer; their rows are counted among the output rows
     int32_t num_threads;
 };
 
@@ -68,7 +69,7 @@ class Decoder : public AnyDecoder {
   public:
     explicit Decoder(const Dims& dims)
         : dims_(dims), shape_{dims.num_heads, dims.num_kv_heads, dims.head_dim},
-          phases_(dims.num_layers * PHASES_PER_LAYER) {
+          phases_(dims.num_layers * PHASES_PER_LAYER + 1) {
         layers_.reserve(dims.num_layers);
     }
 
@@ -77,21 +78,22 @@ class Decoder : public AnyDecoder {
     void forward(const Step& step) override {
         const long M = step.num_rows, H = dims_.hidden_size, I = dims_.intermediate_size;
         const long heads = long(dims_.num_heads) * dims_.head_dim, all_heads = heads + 2L * dims_.num_kv_heads * dims_.head_dim;
-        const AttentionPlan plan(step.parts, int(step.num_parts), step.rows, M, shape_, step.num_threads);
-        partials_.resize(plan.total_partials, shape_);
+        const AttentionPlan all_plan(step.queries, M, shape_, step.num_threads);
+        const AttentionPlan output_plan(step.output_queries, step.num_outputs, shape_, step.num_threads);
+        partials_.resize(std::max(all_plan.total_partials, output_plan.total_partials), shape_);
         grow(normed_, M * H);
         grow(qkv_, M * all_heads);
+        grow(output_queries_, step.num_outputs * heads);
         grow(attended_, M * heads);
         grow(activated_, M * I);
-        const long row_chunk = std::max<long>(1, std::min<long>(16, M / (2 * step.num_threads)));
-        const int row_chunks = int((M + row_chunk - 1) / row_chunk);
 
         phases_.run(step.num_threads, [&](Phases::Walk& walk) {
             static thread_local Scratch scratch;
             scratch.resize(shape_);
-            auto for_rows = [&](auto&& work) {
-                walk.phase(row_chunks, [&](int chunk) {
-                    for (long row = chunk * row_chunk; row < std::min(M, (chunk + 1) * row_chunk); row++) work(row);
+            auto for_rows = [&](long num_rows, auto&& work) {
+                const long size = std::max<long>(1, std::min<long>(16, num_rows / (2 * step.num_threads)));
+                walk.phase(int((num_rows + size - 1) / size), [&](int chunk) {
+                    for (long row = chunk * size; row < std::min(num_rows, (chunk + 1) * size); row++) work(row);
                 });
             };
             for (int l = 0; l < dims_.num_layers; l++) {
@@ -99,20 +101,31 @@ class Decoder : public AnyDecoder {
                 T* keys = static_cast<T*>(step.kv) + 2L * l * step.num_slots * dims_.num_kv_heads * dims_.head_dim;
                 T* values = keys + step.num_slots * dims_.num_kv_heads * dims_.head_dim;
 
-                for_rows([&](long row) { norm(step.hidden, layer.input_norm, row); });
-                product(walk, step, layer.qkv, normed_.data(), H, qkv_.data(), all_heads, false, scratch.panel);
-                for_rows([&](long row) { rotate_and_keep(layer, step, row, keys, values); });
-                Attention<T> attention(shape_, keys, values, qkv_.data(), all_heads, attended_.data(), partials_);
-                walk.phase(int(plan.units.size()), [&](int i) {
-                    const Unit& unit = plan.units[i];
-                    attention.run(unit, step.parts[unit.part], plan, step.rows, step.pages, scratch);
-                });
-                walk.phase(int(plan.merged_rows.size()), [&](int i) { attention.merge(plan.merged_rows[i], plan); });
-                product(walk, step, layer.attention_out, attended_.data(), heads, step.hidden, H, true, scratch.panel);
+                for_rows(M, [&](long row) { norm(step.hidden, layer.input_norm, row); });
+                product(walk, step, M, layer.qkv, normed_.data(), H, qkv_.data(), all_heads, false, scratch.panel);
+                for_rows(M, [&](long row) { rotate_and_keep(layer, step, row, keys, values); });
+                // from here on the last layer has only those rows whose output is wanted; of the others it was the K/V
+                const bool is_last = l == dims_.num_layers - 1;
+                if (is_last)
+                    for_rows(step.num_outputs, [&](long row) {
+                        const long from = step.output_rows[row];
+                        std::copy_n(step.hidden + from * H, H, step.outputs + row * H);
+                        std::copy_n(qkv_.data() + from * all_heads, heads, output_queries_.data() + row * heads);
+                    });
+                const long rows = is_last ? step.num_outputs : M;
+                float* hidden = is_last ? step.outputs : step.hidden;
+                const Queries& queries = is_last ? step.output_queries : step.queries;
+                const AttentionPlan& plan = is_last ? output_plan : all_plan;
+                const float* query = is_last ? output_queries_.data() : qkv_.data();
 
-                for_rows([&](long row) { norm(step.hidden, layer.mlp_norm, row); });
-                gated_product(walk, step, layer, scratch.panel);
-                product(walk, step, layer.down, activated_.data(), I, step.hidden, H, true, scratch.panel);
+                Attention<T> attention(shape_, keys, values, query, is_last ? heads : all_heads, attended_.data(), partials_);
+                walk.phase(int(plan.units.size()), [&](int i) { attention.run(plan.units[i], plan, queries, scratch); });
+                walk.phase(int(plan.merged_rows.size()), [&](int i) { attention.merge(plan.merged_rows[i], plan); });
+                product(walk, step, rows, layer.attention_out, attended_.data(), heads, hidden, H, true, scratch.panel);
+
+                for_rows(rows, [&](long row) { norm(hidden, layer.mlp_norm, row); });
+                gated_product(walk, step, rows, layer, scratch.panel);
+                product(walk, step, rows, layer.down, activated_.data(), I, hidden, H, true, scratch.panel);
             }
         });
     }
@@ -144,9 +157,9 @@ class Decoder : public AnyDecoder {
     }
 
     // out (+)= in * weight^T + bias
-    void product(Phases::Walk& walk, const Step& step, const Packed<T>& weight, const float* in, long in_stride, float* out,
-                 long out_stride, bool add, HugeVector<float>& scratch) {
-        const Chunks chunks(step.num_rows, weight.num_panels, step.num_threads);
+    void product(Phases::Walk& walk, const Step& step, long num_rows, const Packed<T>& weight, const float* in,
+                 long in_stride, float* out, long out_stride, bool add, HugeVector<float>& scratch) {
+        const Chunks chunks(num_rows, weight.num_panels, step.num_threads);
         walk.phase(chunks.count(), [&](int chunk) {
             chunks.for_each_panel(chunk, [&](long panel, long first_row, long end_row) {
                 multiply_panel(weight, panel, in, in_stride, first_row, end_row, scratch, [&](long row, const float* c) {
@@ -161,9 +174,9 @@ class Decoder : public AnyDecoder {
     }
 
     // silu(x * gate^T) * (x * up^T)
-    void gated_product(Phases::Walk& walk, const Step& step, const Layer& layer, HugeVector<float>& scratch) {
+    void gated_product(Phases::Walk& walk, const Step& step, long num_rows, const Layer& layer, HugeVector<float>& scratch) {
         const long H = dims_.hidden_size, I = dims_.intermediate_size;
-        const Chunks chunks(step.num_rows, layer.gate.num_panels, step.num_threads);
+        const Chunks chunks(num_rows, layer.gate.num_panels, step.num_threads);
         walk.phase(chunks.count(), [&](int chunk) {
             chunks.for_each_panel(chunk, [&](long panel, long first_row, long end_row) {
                 float* out = activated_.data() + panel * PANEL;
@@ -205,7 +218,7 @@ class Decoder : public AnyDecoder {
     std::vector<Layer> layers_;
     Phases phases_;
     Partials partials_;
-    HugeVector<float> normed_, qkv_, attended_, activated_;  // one step's intermediate rows
+    HugeVector<float> normed_, qkv_, output_queries_, attended_, activated_;  // one step's intermediate rows
 };
 
 }  // namespace prefixcache

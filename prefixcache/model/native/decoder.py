@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from prefixcache.kv.layout import PAGE_SIZE
 from prefixcache.model.native import library
 from prefixcache.model.native.library import Dims, LayerWeights, Step
-from prefixcache.model.native.planner import NativePlan, NativePlanner
+from prefixcache.model.native.library import Queries as QueriesStruct
+from prefixcache.model.native.planner import NativePlan, NativePlanner, Queries
 from prefixcache.model.rope import rope_table
 from prefixcache.model.spec import DecoderSpec
 
@@ -80,12 +81,15 @@ class NativeDecoder:
         slot_mapping: torch.Tensor,
         plan: NativePlan,
         kv: torch.Tensor,
+        output_rows: torch.Tensor,
     ) -> torch.Tensor:
         """Compute one step and write its K/V to the pool; see `ForwardPass`. The result is float32."""
         assert kv.is_contiguous()
         assert kv.dtype == self.dtype
         hidden = F.embedding(input_ids, self._embedding).float()
-        positions, slots = positions.contiguous(), slot_mapping.contiguous()  # named, so that they outlive the call
+        outputs = hidden.new_empty(len(output_rows), hidden.shape[1])
+        # named, so that they outlive the call
+        positions, slots, output_rows = (x.contiguous() for x in (positions, slot_mapping, output_rows))
         step = Step(
             hidden=hidden.data_ptr(),
             num_rows=hidden.shape[0],
@@ -95,14 +99,15 @@ class NativeDecoder:
             rope_length=self._rope.shape[1],
             kv=kv.data_ptr(),
             num_slots=kv.shape[2],
-            parts=plan.parts.ctypes.data,
-            num_parts=len(plan.parts),
-            rows=plan.rows.ctypes.data,
-            pages=plan.pages.ctypes.data,
+            queries=_addresses(plan.queries),
+            outputs=outputs.data_ptr(),
+            output_rows=output_rows.data_ptr(),
+            num_outputs=len(outputs),
+            output_queries=_addresses(plan.output_queries),
             num_threads=torch.get_num_threads(),
         )
         self._forward(self._decoder.address, ctypes.byref(step))
-        return hidden
+        return outputs
 
     @torch.inference_mode()
     def final_states(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -127,6 +132,12 @@ class _Handle:
 
     def __del__(self) -> None:
         self._free()
+
+
+def _addresses(queries: Queries) -> QueriesStruct:
+    return QueriesStruct(
+        queries.parts.ctypes.data, len(queries.parts), queries.rows.ctypes.data, queries.pages.ctypes.data
+    )
 
 
 def _build(loaded: ctypes.CDLL, suffix: str, spec: DecoderSpec, state_dict: dict[str, torch.Tensor]) -> int:

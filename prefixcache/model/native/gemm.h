@@ -99,8 +99,8 @@ struct Chunks {
     long rows, panels, row_block, panel_block;
 
     Chunks(long num_rows, long num_panels, int num_threads) : rows(num_rows), panels(num_panels) {
-        long row_blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
-        row_block = ((rows + row_blocks - 1) / row_blocks + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
+        const long row_blocks = std::max<long>(1, (rows + ROW_BLOCK - 1) / ROW_BLOCK);  // also of no rows at all
+        row_block = std::max<long>(1, ((rows + row_blocks - 1) / row_blocks + TILE_ROWS - 1) / TILE_ROWS) * TILE_ROWS;
         // few rows: enough chunks for every thread to have several; many rows: enough work in a chunk to be worth one
         long wanted = std::max<long>(1, 6 * num_threads / row_blocks);
         panel_block = std::max<long>(1, std::min<long>((panels + wanted - 1) / wanted, 32));

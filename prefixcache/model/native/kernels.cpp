@@ -32,7 +32,7 @@ void multiply(const Packed<T>& weight, const float* x, long num_rows, float* out
 extern "C" {
 
 // Raise this with every change of what follows; Python refuses a library of another version.
-int32_t prefixcache_abi() { return 1; }
+int32_t prefixcache_abi() { return 2; }
 
 AnyDecoder* prefixcache_decoder_f32(const Dims* dims) { return new Decoder<float>(*dims); }
 

@@ -15,7 +15,7 @@ from prefixcache.model.native.build import LIBRARY
 
 logger = logging.getLogger(__name__)
 
-ABI = 1
+ABI = 2
 X86_LEVELS = {"AVX2", "AVX512"}  # what PyTorch calls CPUs that have at least x86-64-v3
 
 
@@ -40,6 +40,12 @@ class LayerWeights(Structure):
     )
 
 
+class Queries(Structure):
+    """A plan of attention; attention.h describes the fields."""
+
+    _fields_ = (("parts", c_void_p), ("num_parts", c_int64), ("rows", c_void_p), ("pages", c_void_p))
+
+
 class Step(Structure):
     """One forward pass; decoder.h describes the fields."""
 
@@ -52,10 +58,11 @@ class Step(Structure):
         ("rope_length", c_int64),
         ("kv", c_void_p),
         ("num_slots", c_int64),
-        ("parts", c_void_p),
-        ("num_parts", c_int64),
-        ("rows", c_void_p),
-        ("pages", c_void_p),
+        ("queries", Queries),
+        ("outputs", c_void_p),
+        ("output_rows", c_void_p),
+        ("num_outputs", c_int64),
+        ("output_queries", Queries),
         ("num_threads", c_int32),
     )
 

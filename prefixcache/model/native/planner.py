@@ -10,6 +10,7 @@ The kernels cut parts into units of work, and merge what a row gets from several
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +25,8 @@ Int32Array = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class NativePlan:
-    """One step, the same in all layers.
+class Queries:
+    """Who attends to what.
 
     Attributes:
         parts: `[num_parts, 5]`: first index in `rows`, number of rows, first index in `pages`, tokens, causal or not.
@@ -38,6 +39,13 @@ class NativePlan:
     pages: Int32Array
 
 
+class NativePlan(NamedTuple):
+    """One step: `queries` in all layers but the last, and there `output_queries`, which count output rows only."""
+
+    queries: Queries
+    output_queries: Queries
+
+
 class NativePlanner:
     """Lays out steps for the native kernels. Engine thread only."""
 
@@ -45,6 +53,19 @@ class NativePlanner:
         self._page_size = page_size
 
     def plan(self, sequences: list[SequenceSlice]) -> NativePlan:
+        queries = self._queries(sequences)
+        if not any(sequence.num_unread for sequence in sequences):
+            return NativePlan(queries, queries)
+        read: list[SequenceSlice] = []
+        num_rows = 0
+        for s in sequences:
+            num_read = s.num_queries - s.num_unread
+            if num_read:
+                read.append(SequenceSlice(num_rows, num_read, s.context_len + s.num_unread, s.page_table))
+                num_rows += num_read
+        return NativePlan(queries, self._queries(read))
+
+    def _queries(self, sequences: list[SequenceSlice]) -> Queries:
         size = self._page_size
         parts: list[tuple[int, int, int, int, int]] = []
         rows: list[int] = []
@@ -70,9 +91,7 @@ class NativePlanner:
             if sequence.num_queries > 1:
                 own_rows = list(range(sequence.first_row, sequence.first_row + sequence.num_queries))
                 add(own_rows, self._pages(sequence, 0), sequence.context_len + sequence.num_queries, True)
-        return NativePlan(
-            np.array(parts, dtype=np.int32), np.array(rows, dtype=np.int32), np.array(pages, dtype=np.int32)
-        )
+        return Queries(np.array(parts, dtype=np.int32), np.array(rows, dtype=np.int32), np.array(pages, dtype=np.int32))
 
     def _pages(self, sequence: SequenceSlice, first: int) -> list[int]:
         num_tokens = sequence.context_len + sequence.num_queries
