@@ -21,7 +21,7 @@ from prefixcache.request import Namespace
 
 MAX_BYTES = 64 * 2**20
 _BYTES_BESIDE_TEXT = 500  # of one entry: objects and tables
-_BYTES_PER_ID = 36  # an int and its place in a tuple: five times an array's, but it takes no time to make a list of it
+_BYTES_PER_ID = 40  # an int and its place in a tuple: ten times an array's, but a list of them takes no time
 _PROBES = ("a", " a", "a ", "\n", "  two  words ", "é 你好", "12 345", ".", "\n\n- x\n", "don't", "\u200b", "e\u0301")
 
 

@@ -97,7 +97,7 @@ async def test_a_stuck_engine_is_seen_and_nobody_waits_for_it(monkeypatch: pytes
         assert server.readiness.problem is None
         runner = server.server.engine._runner
         forward, go_on = runner.forward, threading.Event()
-        monkeypatch.setattr(runner, "forward", lambda work: go_on.wait(30) and forward(work))
+        monkeypatch.setattr(runner, "forward", lambda *step: go_on.wait(30) and forward(*step))
 
         open_call = asyncio.create_task(client.complete(max_tokens=5, **LONG))
         await wait_for_health(server, NOT_SERVING, 2.0)
@@ -131,7 +131,7 @@ async def test_a_failed_engine_ends_every_stream_and_the_server(
             await anext(stream)
         assert (watch := await _watch(server)) is not None
 
-        def fail(work: object) -> None:
+        def fail(*_: object) -> None:
             raise RuntimeError("secret detail")
 
         monkeypatch.setattr(server.server.engine._runner, "forward", fail)
@@ -159,8 +159,8 @@ async def _watch(server: WireServer) -> Any:
     return watch
 
 
-async def test_the_exit_code_after_a_failure_is_1(monkeypatch: pytest.MonkeyPatch):
-    def fail(runner: Runner, work: object) -> None:
+async def test_the_exit_code_after_a_failure_is_1(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    def fail(*_: object) -> None:
         raise RuntimeError("out of order")
 
     monkeypatch.setattr(Runner, "forward", fail)
@@ -170,6 +170,7 @@ async def test_the_exit_code_after_a_failure_is_1(monkeypatch: pytest.MonkeyPatc
     async with AsyncClient(f"127.0.0.1:{await port}") as client:
         assert await code_of(client.complete(max_tokens=1, **LONG)) is grpc.StatusCode.INTERNAL
     assert await serving == 1
+    assert "out of order" in caplog.text
     gc.unfreeze()
 
 

@@ -29,9 +29,9 @@ def slow_down(server: WireServer, seconds: float, monkeypatch: pytest.MonkeyPatc
     runner = server.server.engine._runner
     forward = runner.forward
 
-    def slowly(work: Any) -> Any:
+    def slowly(*step: Any) -> Any:
         time.sleep(seconds)
-        return forward(work)
+        return forward(*step)
 
     monkeypatch.setattr(runner, "forward", slowly)
 

@@ -47,7 +47,7 @@ async def test_a_stuck_engine_gets_each_request_back_once(monkeypatch):
     async with wire_server(stall_timeout_s=0.3) as server, AsyncClient(server.target) as client:
         engine, runner = server.server.engine, server.server.engine._runner
         forward, go_on = runner.forward, threading.Event()
-        monkeypatch.setattr(runner, "forward", lambda work: go_on.wait(30) and forward(work))
+        monkeypatch.setattr(runner, "forward", lambda *step: go_on.wait(30) and forward(*step))
         calls = [asyncio.create_task(client.complete(token_ids=[5, 6, n], max_tokens=3)) for n in range(20)]
         await asyncio.gather(*calls, return_exceptions=True)
         num_messages = engine._inbox.qsize()
@@ -55,3 +55,4 @@ async def test_a_stuck_engine_gets_each_request_back_once(monkeypatch):
         assert engine._inbox.qsize() == num_messages
         go_on.set()
         await eventually(lambda: engine.num_open == 0)
+        assert engine.failure is None

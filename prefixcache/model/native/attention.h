@@ -55,17 +55,17 @@ struct AttentionShape {
     int group() const { return num_heads / num_kv_heads; }
 };
 
-// One step's units, the same in every layer.
+// The units of one set of queries, the same in every layer that has them.
 struct AttentionPlan {
     std::vector<Unit> units;
-    std::vector<int> num_partials;    // of each row of the step
-    std::vector<long> first_partial;  // of each row of the step
+    std::vector<int> num_partials;    // of each row
+    std::vector<long> first_partial;  // of each row
     std::vector<int> ordinals;        // which of its row's partials a unit writes, for each row of each unit
     std::vector<int> merged_rows;     // rows with several partials
     long total_partials = 0;
 
-    AttentionPlan(const Queries& queries, long num_step_rows, AttentionShape shape, int num_threads)
-        : num_partials(num_step_rows, 0), first_partial(num_step_rows, 0) {
+    AttentionPlan(const Queries& queries, long num_query_rows, AttentionShape shape, int num_threads)
+        : num_partials(num_query_rows, 0), first_partial(num_query_rows, 0) {
         const Part* parts = queries.parts;
         const int32_t* rows = queries.rows;
         const int num_parts = int(queries.num_parts);
@@ -98,14 +98,14 @@ struct AttentionPlan {
         }
         for (const Cut& cut : cuts)
             for (long i = 0; i < cut.num_rows; i++) num_partials[rows[parts[cut.part].first_row_index + cut.first_row + i]]++;
-        for (long row = 0; row < num_step_rows; row++) {
+        for (long row = 0; row < num_query_rows; row++) {
             first_partial[row] = total_partials;
             if (num_partials[row] > 1) {
                 merged_rows.push_back(int(row));
                 total_partials += num_partials[row];
             }
         }
-        std::vector<int> num_seen(num_step_rows, 0);
+        std::vector<int> num_seen(num_query_rows, 0);
         for (const Cut& cut : cuts) {
             const int heads = heads_per_unit(parts[cut.part]);
             for (int head = 0; head < shape.num_kv_heads; head += heads)

@@ -86,6 +86,8 @@ class NativeDecoder:
         """Compute one step and write its K/V to the pool; see `ForwardPass`. The result is float32."""
         assert kv.is_contiguous()
         assert kv.dtype == self.dtype
+        assert plan.queries.num_rows == len(input_ids) == len(positions) == len(slot_mapping)
+        assert plan.output_queries.num_rows == len(output_rows)
         hidden = F.embedding(input_ids, self._embedding).float()
         outputs = hidden.new_empty(len(output_rows), hidden.shape[1])
         # named, so that they outlive the call

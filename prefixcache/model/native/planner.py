@@ -29,11 +29,13 @@ class Queries:
     """Who attends to what.
 
     Attributes:
+        num_rows: Query rows in all.
         parts: `[num_parts, 5]`: first index in `rows`, number of rows, first index in `pages`, tokens, causal or not.
         rows: Query rows of all parts.
         pages: Pages of all parts.
     """
 
+    num_rows: int
     parts: Int32Array
     rows: Int32Array
     pages: Int32Array
@@ -91,7 +93,8 @@ class NativePlanner:
             if sequence.num_queries > 1:
                 own_rows = list(range(sequence.first_row, sequence.first_row + sequence.num_queries))
                 add(own_rows, self._pages(sequence, 0), sequence.context_len + sequence.num_queries, True)
-        return Queries(np.array(parts, dtype=np.int32), np.array(rows, dtype=np.int32), np.array(pages, dtype=np.int32))
+        num_rows = sum(s.num_queries for s in sequences)
+        return Queries(num_rows, *(np.array(numbers, dtype=np.int32) for numbers in (parts, rows, pages)))
 
     def _pages(self, sequence: SequenceSlice, first: int) -> list[int]:
         num_tokens = sequence.context_len + sequence.num_queries
