@@ -1,4 +1,4 @@
-"""Show the settings in effect and the memory plan, and start nothing.
+"""Show the settings in effect and the memory plan, and serve nothing.
 
 Reads the same sources as `serve` and loads the model as it does, so what it shows is what `serve` would do now.
 
