@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported for the first time
@@ -17,6 +18,15 @@ torch.set_num_threads(1)  # tiny products lose time to thread hand-over, and sum
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.register_profile("explore", max_examples=1000, deadline=None, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_collection_finish() -> None:
+    """Keep what is there before the first test out of garbage collection, as a server does.
+
+    Walking through it takes half a second, as long as a store is waited for: a read now and then came too late.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

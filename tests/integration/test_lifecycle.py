@@ -171,7 +171,9 @@ async def test_the_exit_code_after_a_failure_is_1(monkeypatch: pytest.MonkeyPatc
         assert await code_of(client.complete(max_tokens=1, **LONG)) is grpc.StatusCode.INTERNAL
     assert await serving == 1
     assert "out of order" in caplog.text
-    gc.unfreeze()
+    gc.unfreeze()  # the server's objects, and what tests/conftest.py froze
+    gc.collect()
+    gc.freeze()
 
 
 # --- the process ---------------------------------------------------------------------------------------------------
