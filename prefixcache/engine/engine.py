@@ -313,10 +313,10 @@ class Engine:
             sequence = item.sequence
             if sequence.num_computed_tokens < sequence.num_prompt_tokens:
                 self._metrics.prefilled_tokens.inc(item.num_prompt_tokens)
-                if self._reports_prompt(sequence):
-                    pieces = self._prompt_logprobs(item, hidden[row : row + num_rows])
-                    if pieces:
-                        prompt_logprobs[sequence] = pieces
+            if self._reports_prompt(sequence):
+                pieces = self._prompt_logprobs(item, hidden[row : row + num_rows])
+                if pieces:
+                    prompt_logprobs[sequence] = pieces
             row += num_rows
             sequence.num_computed_tokens += item.num_tokens
             if sequence.num_uncomputed_tokens == 0:

@@ -16,9 +16,8 @@ import yaml
 from prefixcache._pb.prefixcache.v1 import inference_pb2 as pb
 from prefixcache.client import Client
 from prefixcache.local_server import LocalServer
-from tests.support import operations_doc
 from tests.support.models import VOCAB_SIZE, slow_server_flags
-from tests.support.operations_doc import documented_metrics, headings
+from tests.support.operations_doc import documented_metrics, documented_queries, headings
 from tests.support.patience import LIMIT_S, until
 from tests.support.prometheus_server import FOLDER, PrometheusServer, prometheus_server, require
 from tests.support.redis_server import redis_server
@@ -145,8 +144,8 @@ def test_every_query_of_the_dashboard_has_data(scraped: PrometheusServer):
 
 
 def test_every_query_of_the_handbook_has_data(scraped: PrometheusServer):
-    assert len(operations_doc.queries()) >= 3
-    assert without_data(scraped, {query: query for query in operations_doc.queries()}) == []
+    assert len(documented_queries()) >= 3
+    assert without_data(scraped, {query: query for query in documented_queries()}) == []
 
 
 def test_no_rule_fails_and_no_alert_fires_on_healthy_servers(scraped: PrometheusServer):

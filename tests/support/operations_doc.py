@@ -13,7 +13,7 @@ def documented_metrics() -> dict[str, str]:
     return dict(re.findall(r"^\| `(prefixcache_\w+)` \| (\w+) \|", PATH.read_text(), re.MULTILINE))
 
 
-def queries() -> list[str]:
+def documented_queries() -> list[str]:
     """What stands there for people to ask Prometheus."""
     return re.findall(r"`([^`\n]*(?:rate|increase)\(prefixcache_[^`\n]*)`", PATH.read_text())
 
