@@ -10,6 +10,8 @@ import grpc
 
 from prefixcache.errors import PrefixCacheError
 
+CLOSED_BY_US = "Channel closed!"  # what gRPC says of calls that were open when their blocking channel was closed
+
 
 class RequestFailed(PrefixCacheError):
     """A call ended with an error status.
@@ -32,16 +34,19 @@ class RequestFailed(PrefixCacheError):
 
     @classmethod
     def from_rpc_error(cls, error: grpc.RpcError) -> RequestFailed:
-        """Reads status and trailing metadata of a call's error, of either kind of channel."""
+        """Reads status and trailing metadata of a call's error, of either kind of channel.
+
+        The gRPC core of a server that stops ends calls that nobody has taken yet with CANCELLED, which is what callers
+        do, not servers (grpc/grpc#41785). An answer of the service always names the request; where nothing does, it is
+        told as what it is.
+        """
         trailing: Any = error.trailing_metadata() or ()
         metadata = {key: str(value) for key, value in trailing}
-        pushback = metadata.get("grpc-retry-pushback-ms")
-        return cls(
-            code=error.code(),
-            message=error.details() or "",
-            request_id=metadata.get("x-request-id"),
-            retry_after_ms=None if pushback is None else int(pushback),
-        )
+        request_id, pushback = metadata.get("x-request-id"), metadata.get("grpc-retry-pushback-ms")
+        code, message = error.code(), error.details() or ""
+        if code is grpc.StatusCode.CANCELLED and request_id is None and message != CLOSED_BY_US:
+            code, message = grpc.StatusCode.UNAVAILABLE, "the server stopped before it took the call"
+        return cls(code, message, request_id, None if pushback is None else int(pushback))
 
 
 @contextmanager

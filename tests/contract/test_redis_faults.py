@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy.local.processes import free_port
 from prefixcache.store.base import StoreCluster, StoreError, StoreFull, StoreTimeout, StoreUnavailable, StoreUnreachable
 from prefixcache.store.breaker import BreakerState
 from prefixcache.store.guard import CallEnded, Event, GuardedStore, GuardLimits
@@ -19,7 +20,7 @@ from prefixcache.store.redis import RedisLimits, RedisStore
 from prefixcache.store.redis_url import parse_redis_url
 from tests.contract.conftest import NewKeys
 from tests.support.proxy import Proxy, proxy
-from tests.support.redis_server import RedisServer, free_port, redis_server
+from tests.support.redis_server import RedisServer, redis_server
 
 CLOSED, OPEN = BreakerState.CLOSED, BreakerState.OPEN
 LIMITS = GuardLimits(

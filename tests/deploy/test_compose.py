@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from deploy.local.processes import free_port
 from prefixcache.config import Settings
 from tests.support.deployed_settings import settings_from
 from tests.support.gateway import SMG
 from tests.support.patience import until
-from tests.support.redis_server import free_port
 
 ROOT = Path(__file__).parents[2]
 BASE, GPU = "docker-compose.yml", "docker-compose.gpu.yml"

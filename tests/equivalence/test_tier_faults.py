@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
+from deploy.local.processes import free_port
 from prefixcache import storage
 from prefixcache.cache import mover
 from prefixcache.request import Namespace, Tier
@@ -21,7 +22,7 @@ from tests.support.checks import assert_exact, oracle
 from tests.support.in_process import Stream, greedy, submit
 from tests.support.prompts import Prompts
 from tests.support.proxy_thread import Line, line_to
-from tests.support.redis_server import RedisServer, free_port, redis_server
+from tests.support.redis_server import RedisServer, redis_server
 from tests.support.tiers import TieredService, cached_by_tier, disk_settings, whole_pages
 
 FAMILY = "llama-gqa"

@@ -18,11 +18,12 @@ import openai
 import pytest
 import torch
 
+from deploy.local.processes import free_port
 from prefixcache.client import Client
 from prefixcache.local_server import LocalServer
 from tests.support.gateway import Gateway, gateway, until
 from tests.support.models import tiny_model
-from tests.support.redis_server import RedisServer, free_port, redis_server
+from tests.support.redis_server import RedisServer, redis_server
 from tests.support.tokenizers import byte_level
 
 PAGE = 16

@@ -20,7 +20,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from deploy.local.processes import free_port
 from prefixcache import app
+from prefixcache._pb.prefixcache.v1 import inference_pb2 as pb
 from prefixcache.app import serve, start_http
 from prefixcache.cli import main
 from prefixcache.client import AsyncClient, Client, RequestFailed
@@ -31,7 +33,6 @@ from prefixcache.local_server import LocalServer
 from prefixcache.metrics import Metrics
 from prefixcache.server.health import Readiness
 from tests.support.models import VOCAB_SIZE
-from tests.support.redis_server import free_port
 from tests.support.wire import WireServer, eventually, served_model, wire_server
 
 PROMPT = [(7 * index + 3) % VOCAB_SIZE for index in range(40)]
@@ -86,6 +87,22 @@ async def test_streams_longer_than_the_grace_period_end_as_unavailable():
         assert await code_of(running) is grpc.StatusCode.UNAVAILABLE
         assert 0.15 < time.monotonic() - started_at < 2.0
     assert server.value("requests_total", outcome="not_serving") == 1
+
+
+async def test_calls_that_a_stopping_server_has_not_taken_fail_as_unavailable():
+    async with wire_server() as server, AsyncClient(server.target) as client:
+        with Client(server.target) as blocking:
+            await asyncio.to_thread(blocking.wait_until_serving, 5.0)
+            await client.wait_until_serving(5.0)
+            calls = [asyncio.create_task(client.complete(max_tokens=1, **LONG)) for _ in range(4)]
+            calls += [asyncio.create_task(asyncio.to_thread(blocking.complete, max_tokens=1, **LONG)) for _ in range(4)]
+            await asyncio.sleep(0)  # they are on their way
+            time.sleep(0.5)  # noqa: ASYNC251  # they have arrived, and this loop, which would take them, is busy
+            await server.server._grpc.stop(1.0)
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+    failures = [answer for answer in answers if not isinstance(answer, pb.CompleteResponse)]  # one or two were taken
+    assert len(failures) >= 4
+    assert {getattr(failure, "code", failure) for failure in failures} == {grpc.StatusCode.UNAVAILABLE}
 
 
 # --- an engine that does not come round ----------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.redis_server import free_port
+from deploy.local.processes import free_port
 
 SMG = Path(__file__).parents[2] / ".venv-smg" / "bin" / "smg"
 START_LIMIT_S = 30.0

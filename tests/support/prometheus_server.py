@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.redis_server import free_port
+from deploy.local.processes import free_port
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "prometheus"
 INTERVAL = "500ms"

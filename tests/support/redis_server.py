@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from deploy.local.processes import free_port
+
 INSTALL = "apt-get update && apt-get install -y redis-server openssl"
 START_LIMIT_S = 20.0
 
@@ -159,16 +161,6 @@ class Certificates:
 
     def _openssl(self, *arguments: str) -> None:
         subprocess.run([_require("openssl"), *arguments], cwd=self._folder, check=True, capture_output=True)
-
-
-def free_port() -> int:
-    """Returns a port of loopback that nobody listens on, low enough for a cluster's bus at 10,000 above it."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port: int = probe.getsockname()[1]
-        if port < 55_000:
-            return port
 
 
 def _require(binary: str) -> str:

@@ -6,14 +6,9 @@ import socket
 
 import pytest
 
+from deploy.local.processes import free_port
 from prefixcache.errors import ConfigError
 from prefixcache.server.port import reserved_port
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
