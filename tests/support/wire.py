@@ -41,6 +41,18 @@ class WireServer:
         assert value is not None
         return value
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Lets no step of the engine run meanwhile, so that what is open stays open, however slow the test is."""
+        runner = self.server.engine._runner
+        forward, go_on = runner.forward, threading.Event()
+        runner.forward = lambda *step: go_on.wait(60) and forward(*step)  # type: ignore[method-assign,assignment]
+        try:
+            yield
+        finally:
+            runner.forward = forward  # type: ignore[method-assign]
+            go_on.set()
+
 
 @asynccontextmanager
 async def wire_server(max_model_len: int | None = None, **settings: Any) -> AsyncIterator[WireServer]:
