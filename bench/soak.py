@@ -204,19 +204,26 @@ class Soak:
         self._note("Redis back, empty")
 
     async def _restart(self, replica: Replica) -> None:
+        while not await self._read_counters(replica):
+            await asyncio.sleep(0.02)
         self._note(f"{replica.name} gets SIGTERM")
         stopping = asyncio.create_task(asyncio.to_thread(replica.stop))
-        while not stopping.done():  # its last counters are read while it drains
-            life = _life(replica)
-            told = self.totals[life].as_samples() if life in self.totals else {}
-            if samples := await asyncio.to_thread(_scrape, replica):
-                self.final[life], self.told_before[life] = samples, told
+        while not stopping.done():  # as it drains they change for the last time
+            await self._read_counters(replica)
             await asyncio.sleep(0.02)
         self.exit_codes.append(stopping.result())
         self._note(f"{replica.name} ended with exit code {stopping.result()}")
         replica.start()
         await asyncio.to_thread(replica.wait_until_ready)
         self._note(f"{replica.name} serves again")
+
+    async def _read_counters(self, replica: Replica) -> bool:
+        life = _life(replica)
+        told = self.totals[life].as_samples() if life in self.totals else {}
+        samples = await asyncio.to_thread(_scrape, replica)
+        if samples:
+            self.final[life], self.told_before[life] = samples, told
+        return samples is not None
 
     def _note(self, event: str) -> None:
         self.events.append((round(self.elapsed_s, 1), event))
