@@ -204,8 +204,7 @@ class Soak:
         self._note("Redis back, empty")
 
     async def _restart(self, replica: Replica) -> None:
-        while not await self._read_counters(replica):
-            await asyncio.sleep(0.02)
+        await self._read_counters(replica)
         self._note(f"{replica.name} gets SIGTERM")
         stopping = asyncio.create_task(asyncio.to_thread(replica.stop))
         while not stopping.done():  # as it drains they change for the last time
@@ -217,13 +216,11 @@ class Soak:
         await asyncio.to_thread(replica.wait_until_ready)
         self._note(f"{replica.name} serves again")
 
-    async def _read_counters(self, replica: Replica) -> bool:
+    async def _read_counters(self, replica: Replica) -> None:
         life = _life(replica)
         told = self.totals[life].as_samples() if life in self.totals else {}
-        samples = await asyncio.to_thread(_scrape, replica)
-        if samples:
+        if samples := await asyncio.to_thread(_scrape, replica):
             self.final[life], self.told_before[life] = samples, told
-        return samples is not None
 
     def _note(self, event: str) -> None:
         self.events.append((round(self.elapsed_s, 1), event))
@@ -244,11 +241,11 @@ class Soak:
     def checks(self) -> list[tuple[str, bool, str]]:
         """Each promise, whether it held, and the figures behind it."""
         differences = [
-            f"{life[0]}: {name} {value:g} told, {self.final[life].get(name, 0):g} counted"
+            f"{life[0]}: {name} {value:g} told, {self.final.get(life, {}).get(name, 0):g} counted"
             for life, totals in self.totals.items()
             for name, value in totals.as_samples().items()
             # nobody can read the counters of a process that has ended: its last answers may be told and not read
-            if not self.told_before.get(life, {}).get(name, value) <= self.final[life].get(name, 0) <= value
+            if not self.told_before.get(life, {}).get(name, value) <= self.final.get(life, {}).get(name, 0) <= value
         ]
         left = [line for life in map(_life, self._topology.replicas) for line in _left_over(life, self.final[life])]
         growth = growth_of([size for _, size in self.memory["replica-1", 1]])  # the replica that ran through

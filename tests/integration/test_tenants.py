@@ -116,7 +116,7 @@ async def test_tenants_share_nothing_that_is_stored_and_no_key_finds_what_no_key
         ):
             settings = store if callers == [None] else store | {"api_keys": keys}
             async with (
-                wire_server(kernels="torch", **settings) as server,
+                wire_server(**settings) as server,
                 grpc.aio.insecure_channel(server.target) as channel,
             ):
                 for key in callers:

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from prefixcache import storage
 from prefixcache.app import ServedModel, Server, prepare
 from prefixcache.config import Settings
 from prefixcache.metrics import Metrics
 from prefixcache.model.families import spec_from_config
 from prefixcache.model.loader import LoadedModel
 from prefixcache.server.health import Readiness
-from tests.support.models import slow_model, tiny_model
+from tests.support.models import tiny_model
+from tests.support.tiers import SlowPrefill
 from tests.support.tokenizers import byte_level
 
 
@@ -62,6 +62,8 @@ async def wire_server(max_model_len: int | None = None, **settings: Any) -> Asyn
     server = Server(served_model(chosen, max_model_len), chosen, metrics, readiness)
     stopping = asyncio.Event()
     await server.start()
+    if server._storage.mover is not None:
+        server._storage.mover.prefill = SlowPrefill()  # what is stored gets loaded, also where this process is held up
     running = asyncio.create_task(server.run_until(stopping))
     try:
         yield WireServer(server, metrics, readiness, stopping)
@@ -96,7 +98,7 @@ def wire_server_thread(**settings: Any) -> Iterator[WireServer]:
 
 def served_model(settings: Settings, max_model_len: int | None = None) -> ServedModel:
     """A tiny model with a tokenizer, and room for its K/V."""
-    model = slow_model() if storage.is_configured(settings) else tiny_model("llama-gqa")  # what is stored gets loaded
+    model = tiny_model("llama-gqa")
     spec = spec_from_config(model.config)
     spec = replace(spec, max_model_len=max_model_len or spec.max_model_len)
     loaded = LoadedModel("tiny", spec, dict(model.state_dict()), byte_level())
