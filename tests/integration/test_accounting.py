@@ -38,6 +38,7 @@ class Client:
         prompt = SHARED[: chooser.randint(0, 40)] + chooser.choices(range(3, VOCAB_SIZE), k=chooser.randint(1, 20))
         options = {"max_tokens": chooser.randint(40, 90), "use_cache": chooser.random() < 0.9, **GREEDY}
         if chooser.random() < 0.25:
+            options["max_tokens"] = 300  # far from its end when it is given up
             await self._cancel(prompt, chooser.randint(1, 5), options)
             return
         while True:
@@ -85,8 +86,10 @@ async def test_sums_of_usage_are_the_counters_with_retries_preemptions_and_cance
     async with wire_server(cache_tokens=24 * 16, max_num_seqs=8, max_queue=4) as server:
         async with AsyncClient(server.target) as channel:
             client = Client(channel, random.Random(5))
-            await asyncio.gather(*(client.send() for _ in range(NUM_REQUESTS)))
+            with server.slowed(0.002):  # the engine must not run far ahead of the clients, which share one loop
+                await asyncio.gather(*(client.send() for _ in range(NUM_REQUESTS)))
             await eventually(lambda: server.server.engine.num_open == 0)
+            await eventually(lambda: server.value("requests_total", outcome="cancelled") == client.num_cancelled)
 
         assert client.num_refused > 0
         assert client.num_cancelled > 0
@@ -106,7 +109,6 @@ async def test_sums_of_usage_are_the_counters_with_retries_preemptions_and_cance
         hits = sum(server.value("ttft_seconds_count", hit=hit) for hit in ("cold", "partial", "full"))
         assert hits == len(counted)
         assert server.value("queue_seconds_count") == sum(handle.admitted_s is not None for handle in handles)
-        assert server.value("requests_total", outcome="cancelled") == client.num_cancelled
         assert server.value("requests_total", outcome="overloaded") == client.num_refused
         assert 0 < server.value("prefill_seconds_total") <= server.value("step_seconds_sum")
         assert server.value("batch_tokens_sum") >= server.value("prefilled_tokens_total")

@@ -13,6 +13,7 @@ import pytest
 
 from prefixcache.cli import main
 from prefixcache.client import Client, RequestFailed
+from tests.support.patience import until
 from tests.support.wire import WireServer, wire_server_thread
 
 
@@ -145,12 +146,13 @@ def test_the_blocking_client_does_what_the_stubs_do(server: WireServer):
 
 def test_closing_a_blocking_stream_cancels_the_call(server: WireServer):
     with Client(server.target) as client:
-        stream = client.generate("The quick", max_tokens=250, ignore_eos=True)
-        next(stream)
-        stream.close()
-        reply = client.complete("The quick", max_tokens=1)  # behind the cancel on the same connection
+        with server.held(num_steps=1):
+            stream = client.generate("A quick stream", max_tokens=250, ignore_eos=True)
+            next(stream)
+            stream.close()
+            until(lambda: server.value("requests_total", outcome="cancelled") == 1)
+        reply = client.complete("The quick", max_tokens=1)
         assert reply.usage.completion_tokens == 1
-    assert server.value("requests_total", outcome="cancelled") == 1
 
 
 def test_waiting_for_a_server_that_never_comes_ends():

@@ -36,7 +36,7 @@ def drained_while_three_streams_run(running: LocalServer) -> list[list[int]]:
         running.process.send_signal(signal.SIGTERM)
         signalled_at = time.monotonic()
         assert next(watch).status == NOT_SERVING
-        assert time.monotonic() - signalled_at < 0.2
+        assert time.monotonic() - signalled_at < 2.0
         answers = [
             [token_id for message in (first, *stream) for token_id in message.token_ids]
             for first, stream in zip(started, streams, strict=True)

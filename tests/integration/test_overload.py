@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +10,10 @@ import grpc
 import pytest
 
 from prefixcache.client import AsyncClient, RequestFailed
+from prefixcache.engine.scheduler import Work
 from prefixcache.server.api_keys import key_digest, new_key
 from tests.support.models import VOCAB_SIZE
-from tests.support.wire import WireServer, eventually, wire_server
+from tests.support.wire import eventually, wire_server
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
@@ -24,39 +23,19 @@ def prompt(seed: int, num_tokens: int) -> list[int]:
     return [(seed * 31 + index * (seed + 7)) % (VOCAB_SIZE - 3) + 3 for index in range(num_tokens)]
 
 
-def slow_down(server: WireServer, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes each step of the engine take longer by so much."""
-    runner = server.server.engine._runner
-    forward = runner.forward
-
-    def slowly(*step: Any) -> Any:
-        time.sleep(seconds)
-        return forward(*step)
-
-    monkeypatch.setattr(runner, "forward", slowly)
-
-
 async def refusal_of(call: Any) -> RequestFailed:
     with pytest.raises(RequestFailed) as caught:
         await call
     return caught.value
 
 
-@pytest.fixture
-async def queue_of_one(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[WireServer]:
-    """One sequence at a time, and a tenth of a second for each step."""
-    async with wire_server(max_num_seqs=1) as server:
-        slow_down(server, 0.1, monkeypatch)
-        yield server
-
-
-async def test_a_prompt_that_takes_longer_than_its_deadline_is_not_begun(monkeypatch: pytest.MonkeyPatch):
+async def test_a_prompt_that_takes_longer_than_its_deadline_is_not_begun():
     async with wire_server() as server, AsyncClient(server.target) as client:
-        slow_down(server, 0.6, monkeypatch)
-        for seed in (1, 2, 3):  # teach it how long that takes
-            await client.complete(token_ids=prompt(seed, 300), max_tokens=1, timeout_s=30, **GREEDY)
+        with server.slowed(2.0):
+            for seed in (1, 2, 3):  # teach it how long that takes
+                await client.complete(token_ids=prompt(seed, 300), max_tokens=1, timeout_s=30, **GREEDY)
         prefilled = server.value("prefilled_tokens_total")
-        refusal = await refusal_of(client.complete(token_ids=prompt(9, 400), max_tokens=1, timeout_s=0.4, **GREEDY))
+        refusal = await refusal_of(client.complete(token_ids=prompt(9, 400), max_tokens=1, timeout_s=1.5, **GREEDY))
         assert refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "cannot be met: what is not cached of the prompt takes " in refusal.message
         assert refusal.retry_after_ms is None
@@ -64,17 +43,19 @@ async def test_a_prompt_that_takes_longer_than_its_deadline_is_not_begun(monkeyp
         assert server.value("requests_total", outcome="overloaded") == 1
         assert server.server.engine.num_open == 0
         # what is cached takes next to nothing
-        await client.complete(token_ids=prompt(3, 300), max_tokens=1, timeout_s=0.4, **GREEDY)
+        await client.complete(token_ids=prompt(3, 300), max_tokens=1, timeout_s=1.5, **GREEDY)
 
 
-async def test_a_queue_that_is_too_long_for_a_deadline_says_when_to_come_back(queue_of_one: WireServer):
-    async with AsyncClient(queue_of_one.target) as client:
-        calls = [
-            asyncio.create_task(client.complete(token_ids=prompt(seed, 40), max_tokens=1, **GREEDY))
-            for seed in range(30)
-        ]
-        await eventually(lambda: queue_of_one.value("requests_total", outcome="ok") >= 6)
-        refusal = await refusal_of(client.complete(token_ids=prompt(99, 60), max_tokens=1, timeout_s=0.5, **GREEDY))
+async def test_a_queue_that_is_too_long_for_a_deadline_says_when_to_come_back():
+    async with wire_server(max_num_seqs=1) as server, AsyncClient(server.target) as client:
+        with server.slowed(0.2):
+            calls = [
+                asyncio.create_task(client.complete(token_ids=prompt(seed, 40), max_tokens=1, **GREEDY))
+                for seed in range(40)
+            ]
+            await eventually(lambda: server.value("requests_total", outcome="ok") >= 6)
+            late = client.complete(token_ids=prompt(99, 60), max_tokens=1, timeout_s=2.0, **GREEDY)
+            refusal = await refusal_of(late)
         assert refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "queue and prompt take" in refusal.message
         assert refusal.retry_after_ms is not None
@@ -91,16 +72,24 @@ async def test_one_tenant_cannot_fill_the_queue_nor_hold_up_another(tmp_path: Pa
         AsyncClient(server.target, api_key=greedy_key) as greedy,
         AsyncClient(server.target, api_key=modest_key) as modest,
     ):
-        slow_down(server, 0.02, monkeypatch)
-        calls = [
-            asyncio.create_task(greedy.complete(token_ids=prompt(seed, 40), max_tokens=1, **GREEDY))
-            for seed in range(60)
-        ]
-        await eventually(lambda: server.value("requests_total", outcome="overloaded") > 0)
-        num_before = server.value("requests_total", outcome="ok")
-        reply = await modest.complete(token_ids=prompt(99, 200), max_tokens=1, **GREEDY)
-        assert reply.usage.completion_tokens == 1
-        assert server.value("requests_total", outcome="ok") - num_before < 10, "the other tenant's went first"
+        engine, served = server.server.engine, list[str]()
+        forward = engine._runner.forward
+
+        def noting_forward(work: list[Work], num_outputs: list[int]) -> Any:
+            served.extend(item.sequence.tenant for item in work)
+            return forward(work, num_outputs)
+
+        monkeypatch.setattr(engine._runner, "forward", noting_forward)
+        with server.held():
+            calls = [
+                asyncio.create_task(greedy.complete(token_ids=prompt(seed, 40), max_tokens=1, **GREEDY))
+                for seed in range(60)
+            ]
+            await eventually(lambda: server.value("requests_total", outcome="overloaded") > 0)
+            late = asyncio.create_task(modest.complete(token_ids=prompt(99, 200), max_tokens=1, **GREEDY))
+            await eventually(lambda: "modest" in [each.request.namespace.tenant for each in list(engine._open)])
+        assert (await late).usage.completion_tokens == 1
+        assert served.index("modest") < 10, "the other tenant's went first"
         ended = await asyncio.gather(*calls, return_exceptions=True)
         refused = [reply for reply in ended if isinstance(reply, RequestFailed)]
         assert refused

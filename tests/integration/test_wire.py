@@ -164,14 +164,14 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any]]] = [
 
 
 async def test_bad_requests_are_refused_by_field_and_disturb_nobody(server: WireServer, client: AsyncClient):
-    good = asyncio.create_task(client.complete(token_ids=PROMPT, max_tokens=300, **GREEDY))
-    await eventually(lambda: server.value("running_sequences") == 1)
-    for field, fields in BAD_REQUESTS:
-        with pytest.raises(RequestFailed) as caught:
-            await client.complete(**fields)
-        assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT, fields
-        assert caught.value.message.startswith(f"{field}: "), caught.value.message
-    assert not good.done(), "the good request should still have been running"
+    with server.held(num_steps=20) as is_held:
+        good = asyncio.create_task(client.complete(token_ids=PROMPT, max_tokens=300, **GREEDY))
+        await eventually(is_held.is_set)
+        for field, fields in BAD_REQUESTS:
+            with pytest.raises(RequestFailed) as caught:
+                await client.complete(**fields)
+            assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT, fields
+            assert caught.value.message.startswith(f"{field}: "), caught.value.message
     assert list((await good).samples[0].token_ids)[:50] == expected_tokens(PROMPT, 50)
     assert server.value("requests_total", outcome="invalid") == len(BAD_REQUESTS)
     assert server.value("prompt_tokens_total") == len(PROMPT)
@@ -226,60 +226,64 @@ async def test_a_default_client_can_read_megabytes_of_prompt_logprobs():
 
 
 async def test_cancelling_a_stream_stops_the_work(server: WireServer, client: AsyncClient):
-    stream = client.generate(token_ids=PROMPT, max_tokens=1500, **GREEDY)
-    for _ in range(5):
-        await anext(stream)
-    await stream.aclose()
+    with server.held(num_steps=20):
+        stream = client.generate(token_ids=PROMPT, max_tokens=1500, **GREEDY)
+        for _ in range(5):
+            await anext(stream)
+        await stream.aclose()
+        await eventually(lambda: server.value("requests_total", outcome="cancelled") == 1)
     await eventually(lambda: server.server.engine.num_open == 0)
     num_generated = server.value("generated_tokens_total")
     await asyncio.sleep(0.1)
-    assert server.value("generated_tokens_total") == num_generated < 1000
+    assert server.value("generated_tokens_total") == num_generated <= 21  # with that of the step that was held
     await eventually(lambda: server.value("running_sequences") == 0)
     await eventually(lambda: server.value("pages", tier="device", state="in_use") == 0)
-    assert server.value("requests_total", outcome="cancelled") == 1
 
 
 async def test_dropping_the_connection_stops_the_work(server: WireServer):
     channel = grpc.aio.insecure_channel(server.target)
     call = pb_grpc.InferenceStub(channel).Complete(pb.GenerateRequest(token_ids=PROMPT, max_tokens=1500, **GREEDY))
-    waiting = asyncio.ensure_future(call)
-    await eventually(lambda: server.value("running_sequences") == 1)
-    await channel.close()
+    with server.held(num_steps=1) as is_held:
+        waiting = asyncio.ensure_future(call)
+        await eventually(is_held.is_set)
+        await channel.close()
+        await eventually(lambda: server.value("requests_total", outcome="cancelled") == 1)
     await eventually(lambda: server.server.engine.num_open == 0)
-    assert server.value("requests_total", outcome="cancelled") == 1
     with pytest.raises((asyncio.CancelledError, grpc.RpcError)):
         await waiting
 
 
 async def test_a_deadline_ends_running_and_queued_requests():
     async with wire_server(max_num_seqs=1) as server, AsyncClient(server.target) as client:
-        running = client.generate(token_ids=PROMPT, max_tokens=1900, timeout_s=0.6, **GREEDY)
-        await anext(running)
-        with pytest.raises(RequestFailed) as queued:
-            await client.complete(token_ids=PROMPT[::-1], max_tokens=5, timeout_s=0.1)
-        assert queued.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
-        with pytest.raises(RequestFailed) as caught:
-            async for _ in running:
-                pass
-        assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
-        await eventually(lambda: server.value("requests_total", outcome="deadline") == 2)
+        with server.held(num_steps=1):
+            running = client.generate(token_ids=PROMPT, max_tokens=1900, timeout_s=2.0, **GREEDY)
+            await anext(running)
+            with pytest.raises(RequestFailed) as queued:
+                await client.complete(token_ids=PROMPT[::-1], max_tokens=5, timeout_s=0.1)
+            assert queued.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+            with pytest.raises(RequestFailed) as caught:
+                async for _ in running:
+                    pass
+            assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+            await eventually(lambda: server.value("requests_total", outcome="deadline") == 2)
         await eventually(lambda: server.server.engine.num_open == 0)
         assert server.value("prompt_tokens_total") == len(PROMPT), "the queued request should never have started"
 
 
 async def test_a_full_queue_pushes_back():
     async with wire_server(max_num_seqs=1, max_queue=2) as server, AsyncClient(server.target) as client:
-        running = client.generate(token_ids=PROMPT, max_tokens=1000, **GREEDY)
-        await anext(running)
-        queued = [asyncio.create_task(client.complete(token_ids=[index], max_tokens=1)) for index in (5, 6)]
-        await eventually(lambda: server.server.engine.num_open == 3)
-        with pytest.raises(RequestFailed) as caught:
-            await client.complete(token_ids=[7], max_tokens=1)
-        assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert caught.value.retry_after_ms is not None
-        assert caught.value.retry_after_ms > 0
-        assert server.value("requests_total", outcome="overloaded") == 1
-        await running.aclose()
+        with server.held(num_steps=1):
+            running = client.generate(token_ids=PROMPT, max_tokens=1000, **GREEDY)
+            await anext(running)
+            queued = [asyncio.create_task(client.complete(token_ids=[index], max_tokens=1)) for index in (5, 6)]
+            await eventually(lambda: server.server.engine.num_open == 3)
+            with pytest.raises(RequestFailed) as caught:
+                await client.complete(token_ids=[7], max_tokens=1)
+            assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert caught.value.retry_after_ms is not None
+            assert caught.value.retry_after_ms > 0
+            assert server.value("requests_total", outcome="overloaded") == 1
+            await running.aclose()
         for reply in await asyncio.gather(*queued):
             assert reply.usage.completion_tokens == 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from prefixcache.metrics import Metrics
 from prefixcache.model.families import spec_from_config
 from prefixcache.model.loader import LoadedModel
 from prefixcache.server.health import Readiness
+from tests.support.held import held, slowed
 from tests.support.models import tiny_model
 from tests.support.tiers import SlowPrefill
 from tests.support.tokenizers import byte_level
@@ -41,17 +42,13 @@ class WireServer:
         assert value is not None
         return value
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Lets no step of the engine run meanwhile, so that what is open stays open, however slow the test is."""
-        runner = self.server.engine._runner
-        forward, go_on = runner.forward, threading.Event()
-        runner.forward = lambda *step: go_on.wait(60) and forward(*step)  # type: ignore[method-assign,assignment]
-        try:
-            yield
-        finally:
-            runner.forward = forward  # type: ignore[method-assign]
-            go_on.set()
+    def held(self, num_steps: int = 0) -> AbstractContextManager[threading.Event]:
+        """Lets so many steps of the engine run meanwhile, and no more, so that what is open stays open."""
+        return held(self.server.engine._runner, num_steps)
+
+    def slowed(self, seconds: float) -> AbstractContextManager[None]:
+        """Makes each step of the engine take longer by so much meanwhile."""
+        return slowed(self.server.engine._runner, seconds)
 
 
 @asynccontextmanager
@@ -105,7 +102,7 @@ def served_model(settings: Settings, max_model_len: int | None = None) -> Served
     return prepare(loaded, settings, torch.float32, torch.device("cpu"))
 
 
-async def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     """Waits until something is so, and fails if that takes too long."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110  # what is looked at tells nobody when it changes
