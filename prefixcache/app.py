@@ -57,6 +57,9 @@ from prefixcache.tree.radix import RadixTree
 
 # Streams above what the engine takes, so that an overloaded server can say so instead of letting calls wait unseen.
 SPARE_STREAMS = 64
+# From the moment that health says so, before gRPC itself stops and ends new calls without an answer: whoever watches
+# health has gone elsewhere by then, and whoever does not is turned away properly.
+TURN_AWAY_S = 0.1
 LAST_WRITES_S = 5.0  # at most, for the final status of ended streams to reach their clients
 ENGINE_STOP_S = 5.0
 
@@ -299,6 +302,7 @@ class Server:
         await asyncio.wait({watching, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if stopping.is_set():
             await self._drain()
+        await asyncio.sleep(TURN_AWAY_S)
         self.events.close()
         await self._grpc.stop(LAST_WRITES_S)
         for task in (watching, waiting):

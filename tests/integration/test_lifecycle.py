@@ -93,6 +93,20 @@ async def test_streams_longer_than_the_grace_period_end_as_unavailable():
     assert server.value("requests_total", outcome="not_serving") == 1
 
 
+async def test_a_call_that_comes_with_the_news_of_a_drain_is_turned_away_by_the_service(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(app, "TURN_AWAY_S", 2.0)  # long enough for this test, however slow it is
+    async with wire_server() as server, AsyncClient(server.target) as client:
+        await client.complete(max_tokens=1, **LONG)
+        watch = await _watch(server)
+        server.stopping.set()
+        assert (await watch.read()).status == NOT_SERVING
+        with pytest.raises(RequestFailed, match="UNAVAILABLE: the server is shutting down") as caught:
+            await client.complete(max_tokens=1, **LONG)
+        assert caught.value.request_id is not None
+
+
 async def test_calls_that_a_stopping_server_has_not_taken_fail_as_unavailable():
     async with wire_server() as server, AsyncClient(server.target) as client:
         with Client(server.target) as blocking:
