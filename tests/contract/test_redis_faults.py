@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import statistics
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,8 +26,9 @@ from tests.support.redis_server import RedisServer, redis_server
 
 CLOSED, OPEN = BreakerState.CLOSED, BreakerState.OPEN
 LIMITS = GuardLimits(
-    base_s=0.3, min_bytes_per_s=20e6, max_concurrent=4, failures_to_open=3, first_wait_s=0.2, max_wait_s=0.5
+    base_s=5.0, min_bytes_per_s=20e6, max_concurrent=4, failures_to_open=3, first_wait_s=0.2, max_wait_s=0.5
 )
+HASTY = replace(LIMITS, base_s=0.3)  # where nobody answers in time, or nobody is to
 VALUE_BYTES = 50_000
 
 
@@ -53,7 +56,7 @@ class Guarded:
     def __init__(self, port: int, limits: GuardLimits) -> None:
         self.events: list[Event] = []
         self.plain = RedisStore(
-            parse_redis_url(f"redis://127.0.0.1:{port}"), 60, limits=RedisLimits(connect_timeout_s=0.3)
+            parse_redis_url(f"redis://127.0.0.1:{port}"), 60, limits=RedisLimits(connect_timeout_s=limits.base_s)
         )
         self.store = GuardedStore("remote", self.plain, VALUE_BYTES, limits, self.events.append)
 
@@ -61,9 +64,13 @@ class Guarded:
         return [each.outcome for each in self.events if isinstance(each, CallEnded) and each.operation == operation]
 
     async def until_used(self) -> None:
-        async with asyncio.timeout(10):
-            while self.store.state is not CLOSED:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+        await until(lambda: self.store.state is CLOSED)
+
+
+async def until(is_true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not is_true():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
 
 
 @asynccontextmanager
@@ -92,11 +99,13 @@ async def test_absent_at_the_start_and_there_later(tmp_path: Path, new_keys: New
         for _ in range(3):
             with pytest.raises(StoreUnreachable):
                 await it.store.read([key])
-        started = time.perf_counter()
+        taken = []
         for _ in range(1000):
+            started = time.perf_counter()
             with pytest.raises(StoreUnavailable):
                 await it.store.read([key])
-        assert time.perf_counter() - started < 0.2  # under 0.2 ms for each request that does without
+            taken.append(time.perf_counter() - started)
+        assert statistics.median(taken) < 0.0002  # for a request that does without
         try:
             await asyncio.to_thread(later.start)
             await it.until_used()
@@ -131,43 +140,44 @@ async def test_killed_under_load_and_restarted(
                     slowest = max(slowest, time.perf_counter() - started)
 
             asking = [asyncio.create_task(ask()) for _ in range(4)]
-            await asyncio.sleep(0.2)
+            await until(lambda: num_right > 20)
             await asyncio.to_thread(server.kill)
-            await asyncio.sleep(0.3)
-            assert it.store.state is not CLOSED
+            await until(lambda: it.store.state is not CLOSED)
             before = num_right
             await asyncio.to_thread(server.start)
             await it.until_used()
             await fill(server, keys)
-            await asyncio.sleep(0.2)
+            await until(lambda: num_right > before + 20)
             running = False
             await asyncio.gather(*asking)
-            assert num_right > before > 0
             assert await it.store.read(keys) == [value_of(key) for key in keys]
-            assert slowest < 2 * (LIMITS.base_s + 10 * VALUE_BYTES / LIMITS.min_bytes_per_s)
+            assert slowest < LIMITS.base_s, "a server that is gone says so at once"
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
 
 
 async def test_accepting_but_never_answering(server: RedisServer, line: Proxy, new_keys: NewKeys) -> None:  # E6
     keys = new_keys(4)
     await fill(server, keys)
-    async with guarded(line.port) as it:
-        assert await it.store.count_leading(keys) == 4
+    async with guarded(line.port, HASTY) as it:
+        assert await it.plain.count_leading(keys) == 4
         line.is_black_hole = True
         started = time.perf_counter()
         for _ in range(3):
             with pytest.raises(StoreError) as raised:
                 await it.store.count_leading(keys)
             assert raised.value.kind == "timeout"
-        assert time.perf_counter() - started < 3 * LIMITS.base_s + 0.3
-        assert it.store.state is OPEN
+        assert time.perf_counter() - started < RedisLimits().batch_timeout_s, (
+            "it has waited for the store, not the guard"
+        )
+        assert it.store.state is not CLOSED
         with pytest.raises(StoreUnavailable):
             await it.store.read(keys)
         await asyncio.sleep(1.2)
-        assert 1 <= len(it.outcomes("probe")) <= 4  # growing waits, no storm
+        assert len(it.outcomes("probe")) <= 4  # growing waits, no storm
+        await until(lambda: "timeout" in it.outcomes("probe"))
         line.is_black_hole = False
         await it.until_used()
-        assert await it.store.read(keys) == [value_of(key) for key in keys]
+        assert await it.plain.read(keys) == [value_of(key) for key in keys]
 
 
 async def test_the_loop_runs_on_while_nobody_answers(line: Proxy, new_keys: NewKeys) -> None:  # E7
@@ -180,7 +190,7 @@ async def test_the_loop_runs_on_while_nobody_answers(line: Proxy, new_keys: NewK
             await asyncio.sleep(0.005)
             gaps.append(time.perf_counter() - before)
 
-    async with guarded(line.port) as it:
+    async with guarded(line.port, HASTY) as it:
         watching = asyncio.create_task(watch())
         await asyncio.gather(*(it.store.read(new_keys(3)) for _ in range(8)), return_exceptions=True)
         watching.cancel()
@@ -190,8 +200,8 @@ async def test_the_loop_runs_on_while_nobody_answers(line: Proxy, new_keys: NewK
 async def test_answering_too_slowly(server: RedisServer, line: Proxy, new_keys: NewKeys) -> None:
     keys = new_keys(20)
     await fill(server, keys)
-    line.bytes_per_s = 1e6  # a second for what has 0.35 s
-    async with guarded(line.port) as it:
+    line.bytes_per_s = 2e5  # five seconds for what has 1.05 s
+    async with guarded(line.port, replace(LIMITS, base_s=1.0)) as it:
         for _ in range(3):
             assert await it.store.count_leading(keys) == 20  # little ones still work, and hide nothing
             with pytest.raises(StoreTimeout):
@@ -223,7 +233,8 @@ async def test_connections_that_died_while_idle_cost_nothing(
         for _ in range(3):
             assert await it.store.read(keys) == [value_of(key) for key in keys]
             line.cut_all()
-            await asyncio.sleep(0.02)
+            await until(lambda: line.num_open == 0)
+            await asyncio.sleep(0.02)  # and the client has seen it
         assert set(it.outcomes("read")) == {"ok"}
 
 
@@ -267,15 +278,15 @@ async def test_no_reader_ever_gets_the_answer_to_another(
             assert await it.plain.read([key]) == [value_of(key)]
         answers = await asyncio.gather(*(it.plain.read([key]) for key in keys))
         assert answers == [[value_of(key)] for key in keys]
-        assert line.num_open <= RedisLimits().max_connections
+        await until(lambda: line.num_open <= RedisLimits().max_connections)
 
 
 async def test_a_late_answer_reaches_nobody(server: RedisServer, line: Proxy, new_keys: NewKeys) -> None:  # E8
     first, second = new_keys(2)
     await fill(server, [first, second])
-    async with guarded(line.port) as it:
+    async with guarded(line.port, replace(LIMITS, base_s=1.0)) as it:
         assert await it.store.read([first]) == [value_of(first)]
-        line.delay_s = 0.5
+        line.delay_s = 1.4
         with pytest.raises(StoreTimeout):
             await it.store.read([first])
         line.delay_s = 0.0
@@ -339,12 +350,13 @@ async def test_a_wrong_password_makes_no_storm(
             plain = RedisStore(parse_redis_url(f"redis://:hunter2@127.0.0.1:{line.port}"), 60)
             events: list[Event] = []
             store = GuardedStore("remote", plain, VALUE_BYTES, LIMITS, events.append)
+            started = time.perf_counter()
             for _ in range(100):
                 with pytest.raises(StoreError):
                     await store.read(new_keys(1))
                 await asyncio.sleep(0.01)
-            assert store.state is OPEN
-            assert line.num_connections <= 5
+            assert store.state is not CLOSED
+            assert line.num_connections <= 3 + (time.perf_counter() - started) / LIMITS.max_wait_s  # first 0.2 s, 0.4 s
             await store.close()
     assert "refuses these credentials" in caplog.text
     assert "hunter2" not in caplog.text

@@ -26,6 +26,7 @@ from prefixcache.store.base import (
 from prefixcache.store.redis import RedisLimits, RedisStore
 from prefixcache.store.redis_url import parse_redis_url
 from tests.contract.conftest import NewKeys
+from tests.support.patience import until
 from tests.support.proxy import proxy
 from tests.support.redis_server import RedisServer, redis_cluster, redis_sentinel, redis_server, tls_redis_server
 
@@ -96,14 +97,19 @@ async def test_losing_any_key_loses_that_page_only(server: RedisServer, new_keys
 
 async def test_reading_renews_and_counting_does_not(server: RedisServer, new_keys: NewKeys) -> None:  # E15
     keys = new_keys(2)
-    async with opened(server.url, ttl_s=1.5) as store:
+    names = [name_of(key) for key in keys]
+    async with opened(server.url, ttl_s=1000) as store, direct(server) as client:
         await store.write([(key, b"x") for key in keys])
-        await asyncio.sleep(0.9)
+        for name in names:
+            await client.pexpire(name, 60_000)
         assert await store.read(keys[:1]) == [b"x"]
         assert await store.count_leading(keys[1:]) == 1
-        await asyncio.sleep(0.9)
-        assert await store.read(keys) == [b"x", None]
-        await asyncio.sleep(1.8)
+        lifetimes = [await client.pttl(name) for name in names]
+        assert lifetimes[0] > 800_000
+        assert lifetimes[1] <= 60_000
+        for name in names:
+            await client.pexpire(name, 1)
+        await asyncio.sleep(0.1)
         assert await store.read(keys) == [None, None]
 
 
@@ -123,11 +129,11 @@ async def test_a_lookup_is_one_round_trip_and_moves_no_value(server: RedisServer
     keys = new_keys(1000)
     async with proxy(server.port) as slow, opened(f"redis://127.0.0.1:{slow.port}") as store:
         await store.write([(key, bytes(10_000)) for key in keys])
-        slow.delay_s, before = 0.3, slow.reply_bytes
+        slow.delay_s, before = 1.5, slow.reply_bytes
         loop = asyncio.get_running_loop()
         started = loop.time()
         assert await store.count_leading(keys) == 1000
-        assert loop.time() - started < 0.58  # two would take 0.6
+        assert loop.time() - started < 2.9  # two would take 3.0
         assert slow.reply_bytes - before == 1000 * len(":1\r\n")
 
 
@@ -298,7 +304,7 @@ async def test_tls_is_checked(tmp_path: Path, new_keys: NewKeys) -> None:  # E17
 async def test_a_replica_takes_no_changes(tmp_path: Path, server: RedisServer, new_keys: NewKeys) -> None:
     server.cli("config", "set", "repl-diskless-sync-delay", "0")
     with redis_server(tmp_path, "--replicaof", "127.0.0.1", str(server.port)) as replica:
-        for _ in range(200):
+        for _ in range(600):
             if "master_link_status:up" in replica.cli("info", "replication"):
                 break
             await asyncio.sleep(0.05)
@@ -371,7 +377,7 @@ async def counts(servers: list[RedisServer]) -> list[int]:
 async def reads_again(store: RedisStore, keys: list[bytes], start: Callable[[], None]) -> int:
     """Starts a server and returns how many values are there once the store works again."""
     start()
-    for _ in range(200):
+    for _ in range(600):
         try:
             return sum(value is not None for value in await store.read(keys))
         except StoreError:
@@ -409,13 +415,10 @@ def slot_of(server: RedisServer, key: bytes) -> int:
 
 async def test_sentinel_names_a_new_master(tmp_path: Path, new_keys: NewKeys) -> None:
     keys = new_keys(10)
-    with redis_sentinel(tmp_path) as (master, replica, sentinel):
+    with redis_sentinel(tmp_path, down_after_ms=500) as (master, replica, sentinel):
         async with opened(f"redis+sentinel://127.0.0.1:{sentinel.port}/pages") as store:
             await store.write([(key, key) for key in keys])
-            for _ in range(100):
-                if int(replica.cli("dbsize")) == 10:
-                    break
-                await asyncio.sleep(0.02)
+            await asyncio.to_thread(until, lambda: int(replica.cli("dbsize")) == 10)
             master.kill()
             with pytest.raises(StoreError):
                 await store.read(keys)

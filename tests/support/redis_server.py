@@ -15,7 +15,7 @@ import pytest
 from deploy.local.processes import free_port
 
 INSTALL = "apt-get update && apt-get install -y redis-server openssl"
-START_LIMIT_S = 20.0
+START_LIMIT_S = 30.0
 
 
 class RedisServer:
@@ -108,7 +108,7 @@ def tls_redis_server(folder: Path, password: str) -> Iterator[tuple[RedisServer,
 @contextmanager
 def redis_cluster(folder: Path, num_nodes: int = 3) -> Iterator[list[RedisServer]]:
     """Runs a cluster of masters that share the slots, each with a third of them if there are three."""
-    options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000")
+    options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "5000")
     with ExitStack() as nodes:
         servers = [nodes.enter_context(redis_server(folder / f"node-{index}", *options)) for index in range(num_nodes)]
         places = [f"127.0.0.1:{server.port}" for server in servers]
@@ -118,8 +118,13 @@ def redis_cluster(folder: Path, num_nodes: int = 3) -> Iterator[list[RedisServer
 
 
 @contextmanager
-def redis_sentinel(folder: Path, service: str = "pages") -> Iterator[tuple[RedisServer, RedisServer, RedisServer]]:
-    """Runs a master, a replica and one Sentinel that may promote alone; yields (master, replica, sentinel)."""
+def redis_sentinel(
+    folder: Path, service: str = "pages", down_after_ms: int = 60_000
+) -> Iterator[tuple[RedisServer, RedisServer, RedisServer]]:
+    """Runs a master, a replica and one Sentinel that may promote alone; yields (master, replica, sentinel).
+
+    A Sentinel of little patience promotes the replica also where the machine was held up for a moment.
+    """
     with ExitStack() as servers:
         master = servers.enter_context(redis_server(folder / "master", "--repl-diskless-sync-delay", "0"))
         replica = servers.enter_context(redis_server(folder / "replica", "--replicaof", "127.0.0.1", str(master.port)))
@@ -127,7 +132,7 @@ def redis_sentinel(folder: Path, service: str = "pages") -> Iterator[tuple[Redis
         config = folder / "sentinel.conf"
         config.write_text(
             f"sentinel monitor {service} 127.0.0.1 {master.port} 1\n"
-            f"sentinel down-after-milliseconds {service} 500\n"
+            f"sentinel down-after-milliseconds {service} {down_after_ms}\n"
             f"sentinel failover-timeout {service} 2000\n"
         )
         sentinel = servers.enter_context(redis_server(folder / "sentinel", sentinel_config=config))
