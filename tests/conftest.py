@@ -15,8 +15,11 @@ import torch
 
 torch.set_num_threads(1)  # tiny products lose time to thread hand-over, and sums keep one order
 
-hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
-hypothesis.settings.register_profile("explore", max_examples=1000, deadline=None, print_blob=True)
+SLOW = [hypothesis.HealthCheck.too_slow]  # that a machine draws slowly says nothing about what is tested
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True, suppress_health_check=SLOW)
+hypothesis.settings.register_profile(
+    "explore", max_examples=1000, deadline=None, print_blob=True, suppress_health_check=SLOW
+)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
