@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from prefixcache import storage
 from prefixcache.model.native import library
 from prefixcache.request import Tier
+from prefixcache.store.guard import GuardLimits
 from tests.support import decoders
 from tests.support.redis_server import RedisServer, redis_server
 from tests.support.tiers import disk_settings
@@ -25,6 +27,17 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.skip("our own kernels are not compiled here, or not for this CPU")
     monkeypatch.setattr(decoders, "kernels", name)
     return name
+
+
+@pytest.fixture(autouse=True)
+def patient_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores are waited for however busy this machine is: these tests are of what the values are."""
+    set_guard(monkeypatch, 10.0)
+
+
+def set_guard(monkeypatch: pytest.MonkeyPatch, base_s: float) -> None:
+    """Sets how long stores are waited for that are opened from now on."""
+    monkeypatch.setattr(storage, "GuardLimits", lambda: GuardLimits(base_s=base_s))
 
 
 @pytest.fixture(scope="session")

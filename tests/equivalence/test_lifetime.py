@@ -12,7 +12,8 @@ import psutil
 from prefixcache.engine.engine import Engine
 from prefixcache.errors import InvalidRequest
 from tests.support.checks import assert_exact, oracle
-from tests.support.in_process import InProcess, Stream, greedy, submit
+from tests.support.held import held
+from tests.support.in_process import TIMEOUT_S, InProcess, Stream, greedy, submit
 from tests.support.models import VOCAB_SIZE
 from tests.support.prompts import Prompts
 
@@ -46,17 +47,18 @@ def test_work_of_a_cancelled_request_is_kept_as_far_as_it_went() -> None:
 def test_cancelled_while_waiting_decoding_and_after_the_end() -> None:
     service, prompts = InProcess(FAMILY, num_pages=16), Prompts(22)
     with service.running() as engine:
-        decoding = submit(engine, greedy(prompts.tokens(20), 200))
-        waiting = submit(engine, greedy(prompts.tokens(200), 20))
-        while decoding.num_deltas < 3:
-            time.sleep(0.001)
-        cancel(engine, waiting)
-        cancel(engine, decoding)
-        cancel(engine, decoding)
+        with held(service._runner, num_steps=4) as is_held:
+            decoding = submit(engine, greedy(prompts.tokens(20), 200))
+            waiting = submit(engine, greedy(prompts.tokens(200), 20))
+            assert is_held.wait(TIMEOUT_S)
+            cancel(engine, waiting)
+            cancel(engine, decoding)
+            cancel(engine, decoding)
         finished = submit(engine, greedy(prompts.tokens(20), 4)).wait()
         cancel(engine, finished)
         assert_exact(submit(engine, greedy(prompts.tokens(20), 4)).wait(), oracle(FAMILY))
 
+    assert decoding.num_deltas >= 3
     assert not decoding.has_ended
     assert not waiting.has_ended
 

@@ -102,9 +102,12 @@ def test_writes_that_take_long_hold_up_nobody(server: RedisServer) -> None:
     """The device is too small for what comes while pages wait to be written; what is read back later is sound (D7)."""
     asked = [Prompts(540 + n).tokens(LENGTH) for n in range(8)]
     with line_to(server.port) as line, TieredService(FAMILY, num_pages=24, redis=line.url) as service:
-        line.set(delay_s=0.1)
-        for stream in service.run(*(greedy(prompt, 8) for prompt in asked)):
-            assert_exact(stream, oracle(FAMILY))
+        line.set(delay_s=2.0)
+        with service.running() as engine:
+            streams = [submit(engine, greedy(prompt, 8)) for prompt in asked]
+            for stream in streams:
+                assert_exact(stream.wait(), oracle(FAMILY))
+            line.set(delay_s=0.0)
         assert service.not_saved(Tier.REMOTE, "device_full") > 0
     with TieredService(FAMILY, redis=server.url) as service:
         for prompt in asked:
@@ -125,7 +128,7 @@ def test_the_engine_ends_while_loading(server: RedisServer) -> None:
         stream.wait()
         assert stream.error is not None
         started_s = time.monotonic()
-    assert time.monotonic() - started_s < 3, "closing the stores hangs"
+    assert time.monotonic() - started_s < 5, "closing the stores hangs"
     assert not [thread for thread in threading.enumerate() if thread.name == "stores" and thread.is_alive()]
 
 
@@ -140,15 +143,23 @@ def test_what_computing_costs_is_known_before_the_first_prompt(server: RedisServ
         assert service.cache.page_counts().free == 4
 
 
-@pytest.mark.parametrize(("bytes_per_s", "least", "most"), [(None, 2, 2), (400_000, 4, 9)])
+@pytest.mark.parametrize(
+    ("bytes_per_s", "batch_s", "least", "most"), [(None, 20.0, 2, 2), (400_000, mover.BATCH_S, 4, 9)]
+)
 def test_a_slow_store_is_read_in_small_pieces(
-    bytes_per_s: float | None, least: int, most: int, server: RedisServer
+    bytes_per_s: float | None,
+    batch_s: float,
+    least: int,
+    most: int,
+    server: RedisServer,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first page shows the pace, and of a slow store little is asked at once, so that it can be met at a page."""
+    monkeypatch.setattr(mover, "BATCH_S", batch_s)  # next to which a quick store is quick, however busy this machine is
     prompt = stored_prompt(server, 570)
     with line_to(server.port) as line, TieredService(FAMILY, redis=line.url) as service:
         line.set(bytes_per_s=bytes_per_s)  # 43 ms a page
         stream = service.run_one(greedy(prompt, 4))
-        assert least <= service.num_reads(Tier.REMOTE) <= most
+        assert least <= service.num_calls(Tier.REMOTE, "read") <= most
     assert_exact(stream, oracle(FAMILY))
     assert cached_by_tier(stream) == RESTORED

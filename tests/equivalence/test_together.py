@@ -7,7 +7,8 @@ import time
 import pytest
 
 from tests.support.checks import assert_exact, oracle
-from tests.support.in_process import UNLIMITED, InProcess, greedy, submit
+from tests.support.held import held
+from tests.support.in_process import TIMEOUT_S, UNLIMITED, InProcess, greedy, submit
 from tests.support.models import FAMILIES
 from tests.support.prompts import Prompts
 
@@ -72,11 +73,12 @@ def test_a_follower_takes_over_from_a_cancelled_leader() -> None:
     service, prompts = InProcess(FAMILY, num_pages=512, chunk=16), Prompts(34)
     prefix = prompts.tokens(900)
     with service.running() as engine:
-        leader = submit(engine, greedy(prefix, 8))
-        followers = [submit(engine, greedy([*prefix, *prompts.tokens(5)], 8)) for _ in range(3)]
-        time.sleep(0.05)  # some chunks in
-        assert leader.handle is not None
-        engine.abort(leader.handle)
+        with held(service._runner, num_steps=20) as is_held:
+            leader = submit(engine, greedy(prefix, 8))
+            followers = [submit(engine, greedy([*prefix, *prompts.tokens(5)], 8)) for _ in range(3)]
+            assert is_held.wait(TIMEOUT_S)
+            assert leader.handle is not None
+            engine.abort(leader.handle)
         for follower in followers:
             assert_exact(follower.wait(), oracle(FAMILY))
 

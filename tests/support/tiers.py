@@ -34,6 +34,7 @@ from prefixcache.model.fingerprint import kv_fingerprint
 from prefixcache.model.forward import ForwardPass
 from prefixcache.request import Tier
 from prefixcache.storage import Storage
+from prefixcache.store.guard import Operation
 from prefixcache.tree.eviction import LeastRecentlyUsed
 from prefixcache.tree.radix import RadixTree
 from tests.support import decoders
@@ -129,9 +130,9 @@ class TieredService(InProcess):
     def not_saved(self, tier: Tier, reason: str) -> int:
         return self._count("tier_not_saved_pages_total", tier=tier.value, reason=reason)
 
-    def num_reads(self, tier: Tier) -> int:
-        """Calls that read pages from a tier."""
-        return self._count("store_call_seconds_count", tier=tier.value, operation="read")
+    def num_calls(self, tier: Tier, operation: Operation) -> int:
+        """Calls of one kind to a tier."""
+        return self._count("store_call_seconds_count", tier=tier.value, operation=operation)
 
     @property
     def num_host_pages_reported(self) -> int:
