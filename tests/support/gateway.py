@@ -79,7 +79,7 @@ class Gateway:
 
     def wait_for_workers(self, count: int) -> None:
         """Returns once it routes to so many workers, whose events it follows."""
-        until(lambda: self._num_ready() == count, f"{count} workers at the gateway", START_LIMIT_S, self.log)
+        until(lambda: self._num_ready() == count, f"{count} workers at the gateway", log=self.log)
 
     def _num_ready(self) -> int:
         try:
@@ -113,7 +113,9 @@ def gateway(folder: Path, workers: Sequence[str]) -> Iterator[Gateway]:
         running.stop()
 
 
-def until(condition: Callable[[], bool], what: str, timeout_s: float = 5.0, log: Callable[[], str] = str) -> float:
+def until(
+    condition: Callable[[], bool], what: str, timeout_s: float = START_LIMIT_S, log: Callable[[], str] = str
+) -> float:
     """Waits until something is so and returns how long that took; fails if it takes too long."""
     started_s = time.monotonic()
     while not condition():
