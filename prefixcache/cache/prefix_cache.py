@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from prefixcache.cache.host_tier import HostTier
@@ -339,8 +340,7 @@ class PrefixCache:
     @property
     def num_bound_pages(self) -> int:
         """Pages that running sequences need. Those that only wait to be written can be given up. Any thread."""
-        num_saved = 0 if self._mover is None else self._mover.num_pinned_pages
-        return max(self._num_private_pages, self.page_counts().in_use - num_saved)
+        return self._num_private_pages + self._tree.num_leased_pages
 
     @property
     def host(self) -> HostTier | None:
@@ -406,8 +406,9 @@ class PrefixCache:
             return
         assert lease.chain is not None
         node = lease.node
-        self._tree.pin(node)
-        self._mover.save(lease.chain, key, start, lease.page_table[start:end], lambda: self._tree.unpin(node))
+        self._tree.pin(node, for_save=True)
+        unpin = partial(self._tree.unpin, node, for_save=True)
+        self._mover.save(lease.chain, key, start, lease.page_table[start:end], unpin)
         lease.num_offered_pages = end
 
     # --- parts -------------------------------------------------------------------------------------------------
@@ -483,13 +484,13 @@ class PrefixCache:
     def _try_allocate(self, num_pages: int, after: int | None = None) -> list[int] | None:
         missing = num_pages - self._pool.num_free
         if missing > 0:
-            evictable = self._tree.num_pages - self._tree.num_pinned_pages
-            if self._mover is not None and evictable < missing <= evictable + self._mover.num_pinned_pages:
-                # what runs comes before what is to be written
-                while evictable < missing and self._mover.give_up_save():
-                    evictable = self._tree.num_pages - self._tree.num_pinned_pages
-            if evictable < missing:
+            if missing > self._tree.num_pages - self._tree.num_leased_pages:
                 return None  # asking for more than there is must not empty the cache on the way
+            while missing > self._tree.num_pages - self._tree.num_pinned_pages:
+                if (
+                    self._mover is None or not self._mover.give_up_save()
+                ):  # what runs comes before what is to be written
+                    return None
             for evicted in self._tree.evict(missing):
                 self.num_evicted_pages += len(evicted.pages)
                 if self._host is not None and evicted.digests:

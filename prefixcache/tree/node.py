@@ -109,6 +109,7 @@ class Node:
         pages: One page id for each started page of `key`.
         children: First page of a child's key -> child; None for a leaf.
         pins: How many leases use this node or one below it (I2).
+        saves: How many writes to other tiers wait for this node or one below it; they can be given up.
         last_used: Logical time of the last use; never younger than a child's.
         final_states: Where a prompt ends -> the model's final state there. The place is (whole pages into this node,
             tokens behind them, less than a page); whichever child holds K/V for those tokens will do.
@@ -120,14 +121,19 @@ class Node:
     pages: list[int]
     children: Children | None = None
     pins: int = 0
+    saves: int = 0
     last_used: int = 0
     final_states: dict[tuple[int, bytes], Any] = field(default_factory=dict)
     digests: list[PageDigest] = field(default_factory=list)
 
     @property
+    def is_pinned(self) -> bool:
+        return self.pins > 0 or self.saves > 0
+
+    @property
     def is_evictable(self) -> bool:
-        """Whether this node may go now: a leaf that no lease uses, and not a root (I6)."""
-        return not self.children and self.pins == 0 and self.parent is not None
+        """Whether this node may go now: a leaf that nothing pins, and not a root (I6)."""
+        return not self.children and not self.is_pinned and self.parent is not None
 
     def nearest_child(self, key: bytes, offset: int, page_bytes: int) -> tuple[Node | None, int]:
         """Find the child that shares most of `key[offset:]`'s first page.

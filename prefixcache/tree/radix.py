@@ -58,6 +58,10 @@ class RadixTree:
     Args:
         page_size: Tokens in one page.
         policy: Decides which unpinned leaf is evicted first.
+
+    Attributes:
+        num_pinned_pages: Pages that cannot be evicted now.
+        num_leased_pages: Those of them that could not be, were every save given up.
     """
 
     def __init__(self, page_size: int, policy: EvictionPolicy) -> None:
@@ -65,6 +69,7 @@ class RadixTree:
         self.num_pages = 0
         self.num_nodes = 0
         self.num_pinned_pages = 0
+        self.num_leased_pages = 0
         self.version = 0  # changes with every change of what can be matched
         self._page_bytes = page_size * BYTES_PER_TOKEN
         self._policy = policy
@@ -125,27 +130,35 @@ class RadixTree:
             root = self._roots[namespace] = Root(namespace)
         return root
 
-    def pin(self, node: Node) -> None:
+    def pin(self, node: Node, *, for_save: bool = False) -> None:
         """Keep `node` and the path above it from eviction, and count this as a use of them (I2)."""
         self._tick += 1
         step: Node | None = node
         while step is not None:
-            if step.pins == 0:
+            if not step.is_pinned:
                 self._policy.discard(step)
                 self.num_pinned_pages += len(step.pages)
-            step.pins += 1
+            if for_save:
+                step.saves += 1
+            else:
+                self.num_leased_pages += len(step.pages) if step.pins == 0 else 0
+                step.pins += 1
             step.last_used = self._tick
             step = step.parent
 
-    def unpin(self, node: Node) -> None:
-        """Undo one `pin(node)`. Counts as a use: what was just finished with is the youngest."""
+    def unpin(self, node: Node, *, for_save: bool = False) -> None:
+        """Undo one `pin` of the same kind. Counts as a use: what was just finished with is the youngest."""
         self._tick += 1
         step: Node | None = node
         while step is not None:
-            assert step.pins > 0, "a node was unpinned more often than pinned"
-            step.pins -= 1
+            if for_save:
+                step.saves -= 1
+            else:
+                step.pins -= 1
+                self.num_leased_pages -= len(step.pages) if step.pins == 0 else 0
+            assert min(step.pins, step.saves) >= 0, "a node was unpinned more often than pinned"
             step.last_used = self._tick
-            if step.pins == 0:
+            if not step.is_pinned:
                 self.num_pinned_pages -= len(step.pages)
                 self._settle(step)
             step = step.parent
@@ -154,7 +167,7 @@ class RadixTree:
         """Put a node where it belongs after its pins or children changed: policy, nowhere, or gone (empty root)."""
         if node.is_evictable:
             self._policy.add(node)
-        elif isinstance(node, Root) and not node.children and node.pins == 0:
+        elif isinstance(node, Root) and not node.children and not node.is_pinned:
             self._roots.pop(node.namespace, None)
 
     # --- growth ------------------------------------------------------------------------------------------------
@@ -174,6 +187,7 @@ class RadixTree:
             key=node.key[:cut],
             pages=node.pages[:num_pages],
             pins=node.pins,
+            saves=node.saves,
             last_used=node.last_used,
             final_states={place: state for place, state in states.items() if place[0] <= num_pages},
             digests=node.digests[:num_pages],
@@ -200,7 +214,8 @@ class RadixTree:
         self.version += 1
         self.num_pages += len(pages)
         self.num_pinned_pages += len(pages)
-        if node.parent is not None and not node.children and node.pins == 1:
+        self.num_leased_pages += len(pages)
+        if node.parent is not None and not node.children and node.pins + node.saves == 1:
             node.key += key
             node.pages += pages
             node.digests += digests
@@ -294,7 +309,7 @@ class RadixTree:
 
     def _unlink(self, node: Node) -> None:
         assert node.parent is not None
-        assert node.pins == 0
+        assert not node.is_pinned
         self.version += 1
         self._policy.discard(node)
         node.parent.remove_child(node, self._page_bytes)
@@ -329,21 +344,23 @@ class RadixTree:
     def check(self) -> None:
         """Assert the tree's own invariants (I2, I6 and the counters). Takes time in proportion to the tree."""
         pages: list[int] = []
-        num_nodes = pinned = 0
+        num_nodes = pinned = leased = 0
         for node in self.nodes():
             children = list(node.children.values()) if node.children else []
             assert node.pins >= sum(child.pins for child in children), "I2: a child has more pins than its parent"
+            assert node.saves >= sum(child.saves for child in children), "I2: a child has more saves than its parent"
             assert all(child.parent is node for child in children)
             assert all(child.last_used <= node.last_used for child in children), "a parent looks older than its child"
             if node.parent is not None:
                 num_nodes += 1
                 pages += node.pages
-                pinned += len(node.pages) if node.pins else 0
+                pinned += len(node.pages) if node.is_pinned else 0
+                leased += len(node.pages) if node.pins else 0
                 self._check_run(node, children)
             self._check_final_states(node)
         assert len(pages) == len(set(pages)) == self.num_pages, "a page is in the tree twice, or not counted"
         assert num_nodes == self.num_nodes
-        assert pinned == self.num_pinned_pages
+        assert (pinned, leased) == (self.num_pinned_pages, self.num_leased_pages)
 
     def _check_run(self, node: Node, children: list[Node]) -> None:
         whole, rest = divmod(len(node.key), self._page_bytes)
@@ -351,7 +368,7 @@ class RadixTree:
         if rest:
             assert whole == 0, "a partial page at the end of a full node"
             assert not children, "a partial leaf with children"
-            assert node.pins == 0, "a pinned partial leaf"
+            assert not node.is_pinned, "a pinned partial leaf"
         assert len(node.pages) == whole + bool(rest)
         assert len(node.digests) in {0, whole}
 

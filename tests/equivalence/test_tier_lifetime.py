@@ -9,6 +9,7 @@ import time
 import pytest
 
 from prefixcache.cache import mover
+from prefixcache.kv.layout import PAGE_SIZE
 from prefixcache.request import Tier
 from tests.equivalence.conftest import StoreSettings
 from tests.support.checks import assert_exact, oracle
@@ -114,6 +115,27 @@ def test_writes_that_take_long_hold_up_nobody(server: RedisServer) -> None:
             stream = service.run_one(greedy(prompt, 4))
             assert_exact(stream, oracle(FAMILY))
             assert cached_by_tier(stream) in ({}, RESTORED)
+
+
+def test_one_page_that_waits_to_be_written_keeps_a_long_path_only_until_the_room_is_needed(server: RedisServer) -> None:
+    """Of a chat that goes on only the end is new to the stores, but all of it stays on the device for that."""
+    prompts = Prompts(550)
+    chat = prompts.tokens(10 * PAGE_SIZE)
+    others = [prompts.tokens(20 * PAGE_SIZE) for _ in range(2)]
+    with TieredService(FAMILY, num_pages=24, redis=server.url) as service:
+        service.run_one(greedy(chat, 1))
+        service.settle()
+        server.cli("client", "pause", "60000", "write")
+        try:
+            with service.running() as engine:
+                asked = [prompts.tokens(PAGE_SIZE), chat + prompts.tokens(PAGE_SIZE), *others]  # the second write waits
+                streams = [submit(engine, greedy(prompt, 1)).wait() for prompt in asked]
+        finally:
+            server.cli("client", "unpause")
+        assert streams[1].cached_tokens == len(chat)
+        for stream in streams:
+            assert_exact(stream, oracle(FAMILY))
+        assert service.not_saved(Tier.REMOTE, "device_full") > 0
 
 
 def test_the_engine_ends_while_loading(server: RedisServer) -> None:

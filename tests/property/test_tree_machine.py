@@ -9,13 +9,16 @@ page that is published too early, overwritten, swapped or lent to the wrong prom
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from prefixcache.cache.mover import TierMover
 from prefixcache.cache.prefix_cache import PrefixCache
 from prefixcache.kv.layout import KVLayout
 from prefixcache.kv.page_pool import PagePool
@@ -59,6 +62,25 @@ class Held:
         return self.lease.page_table[self.lease.num_shared_pages :]
 
 
+class Writes:
+    """Stands in for the mover: writes that begin when pages are published, and end when the machine says so."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[int, Callable[[], None]]] = []  # pages from the root on that are kept for it
+
+    def save(self, chain: object, key: bytes, start: int, pages: list[int], unpin: Callable[[], None]) -> None:
+        self.waiting.append((start + len(pages), unpin))
+
+    def give_up_save(self) -> bool:
+        if self.waiting:
+            self.end(len(self.waiting) - 1)
+            return True
+        return False
+
+    def end(self, index: int) -> None:
+        self.waiting.pop(index)[1]()
+
+
 @settings(max_examples=150, stateful_step_count=40)
 class CacheMachine(RuleBasedStateMachine):
     """`known` is the model: for each namespace, the token lists of which every prefix can be reused."""
@@ -69,7 +91,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.pool = PagePool(KVLayout(1, 1, 4, torch.float32, PAGE_SIZE), NUM_PAGES, torch.device("cpu"))
         self.batches: list[tuple[int, list[PageEvent]]] = []
         journal = PageJournal(FIRST_SEQUENCE, lambda sequence, events: self.batches.append((sequence, events)))
-        self.cache = PrefixCache(self.tree, self.pool, journal=journal)
+        self.writes = Writes()
+        self.cache = PrefixCache(self.tree, self.pool, mover=cast("TierMover", self.writes), journal=journal)
         self.followers: list[Follower] = []
         self.held: list[Held] = []
         self.known: dict[Namespace, set[Tokens]] = {namespace: set() for namespace in NAMESPACES}
@@ -296,14 +319,18 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.discard(held.lease)
         self.held.remove(held)
 
+    @precondition(lambda self: self.writes.waiting)
+    @rule(data=st.data())
+    def end_a_write(self, data: st.DataObject) -> None:
+        self.writes.end(data.draw(st.integers(0, len(self.writes.waiting) - 1), label="write"))
+
     # --- the rest ------------------------------------------------------------------------------------------------
 
     @rule(namespace=st.sampled_from(NAMESPACES))
     def drop(self, namespace: Namespace) -> None:
         self.cache.drop(namespace)
         self.forget_what_is_gone()
-        in_use = [held.lease for held in self.held if held.namespace == namespace]
-        longest = max((lease.num_shared_pages for lease in in_use), default=0)
+        longest = self.longest_in_use((namespace,))
         assert all(len(tokens) <= longest * PAGE_SIZE for tokens in self.known[namespace])
 
     @rule(namespace=st.sampled_from(NAMESPACES), tokens=st.lists(st.integers(1, 3), min_size=1, max_size=14))
@@ -322,8 +349,12 @@ class CacheMachine(RuleBasedStateMachine):
         self.forget_what_is_gone()
         counts = self.cache.page_counts()
         assert (counts.cached, counts.in_use) == (0, flushed.num_pages_in_use)
-        longest = max((held.lease.num_shared_pages for held in self.held), default=0)
+        longest = self.longest_in_use(NAMESPACES)
         assert all(len(tokens) <= longest * PAGE_SIZE for known in self.known.values() for tokens in known)
+
+    def longest_in_use(self, namespaces: Sequence[Namespace]) -> int:
+        leased = [held.lease.num_shared_pages for held in self.held if held.namespace in namespaces]
+        return max(leased + [num_pages for num_pages, _ in self.writes.waiting], default=0)
 
     # --- events --------------------------------------------------------------------------------------------------
 
@@ -395,6 +426,9 @@ class CacheMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         while self.held:
             self.end(self.held[0], by_release=True)
+        assert self.cache.num_bound_pages == 0
+        while self.writes.give_up_save():
+            pass
         counts = self.cache.page_counts()
         assert counts.in_use == 0
         assert counts.free + counts.cached == NUM_PAGES
