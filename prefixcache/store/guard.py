@@ -25,6 +25,7 @@ from prefixcache.store.base import (
     ValueTooLarge,
 )
 from prefixcache.store.breaker import BreakerState, CircuitBreaker
+from prefixcache.store.time_limit import time_limit
 
 T = TypeVar("T")
 Operation = Literal["count_leading", "read", "write", "delete", "probe"]
@@ -164,7 +165,7 @@ class GuardedStore:
         started = self._clock.now()
         limit_s = self._limits.base_s + expected_bytes / self._limits.min_bytes_per_s
         try:
-            async with asyncio.timeout(limit_s), self._places:
+            async with time_limit(limit_s), self._places:
                 if self._breaker.state is not BreakerState.CLOSED:  # it opened while this call waited for a place
                     raise StoreUnavailable(f"{self._name} store is out of use")
                 result = await call()
@@ -205,7 +206,7 @@ class GuardedStore:
                 continue
             started = self._clock.now()
             try:
-                async with asyncio.timeout(self._limits.base_s):
+                async with time_limit(self._limits.base_s):
                     await self._store.read((PROBE_KEY,))
             except (StoreError, TimeoutError) as error:
                 self._ended("probe", started, error.kind if isinstance(error, StoreError) else StoreTimeout.kind)

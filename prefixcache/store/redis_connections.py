@@ -26,6 +26,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ResponseError, SlotNotCoveredError
 
 from prefixcache.store.redis_url import RedisTarget, Tls, Topology
+from prefixcache.store.time_limit import time_limit
 
 Command = Sequence[bytes | memoryview]
 Reply = bytes | int | None | ResponseError
@@ -116,17 +117,16 @@ async def exchange(
         TimeoutError: Sending a batch and reading the replies to the one before took longer than `batch_timeout_s`.
         RedisError: The connection broke, or what came is no reply.
     """
-    loop = asyncio.get_running_loop()
     replies: list[Reply] = []
     num_due = 0
     is_done = False
     try:
-        async with asyncio.timeout(batch_timeout_s) as limit:
+        async with time_limit(batch_timeout_s) as limit:
             for batch in batches:
                 await connection.send_packed_command(connection.pack_commands(batch), check_health=False)
                 await _read(connection, num_due, replies)
                 num_due = len(batch)
-                limit.reschedule(loop.time() + batch_timeout_s)
+                limit.restart(batch_timeout_s)
             await _read(connection, num_due, replies)
         is_done = True
     finally:
@@ -156,7 +156,7 @@ class _PooledConnections:
 
     @asynccontextmanager
     async def lend(self, key: bytes) -> AsyncIterator[AbstractConnection]:
-        async with asyncio.timeout(self._connect_timeout_s):
+        async with time_limit(self._connect_timeout_s):
             connection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
         try:
             yield connection
@@ -181,7 +181,7 @@ class _ClusterConnections:
         self._is_stale = False
 
     async def group(self, keys: Sequence[bytes]) -> list[list[int]]:
-        async with asyncio.timeout(self._connect_timeout_s):
+        async with time_limit(self._connect_timeout_s):
             await self._cluster.initialize()
         if self._is_stale:
             await self.refresh()
@@ -196,7 +196,7 @@ class _ClusterConnections:
         connection = node.acquire_connection()
         is_done = False
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
+            async with time_limit(self._connect_timeout_s):
                 await node.disconnect_if_needed(connection)
                 if connection.is_connected and await connection.can_read():  # closed by the server, or out of step
                     await connection.disconnect(nowait=True)
@@ -208,7 +208,7 @@ class _ClusterConnections:
             node.release(connection)
 
     async def refresh(self) -> bool:
-        async with asyncio.timeout(self._connect_timeout_s):
+        async with time_limit(self._connect_timeout_s):
             await self._cluster.nodes_manager.initialize()
         self._is_stale = False
         return True

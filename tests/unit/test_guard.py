@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 
@@ -234,6 +235,16 @@ async def test_too_slow_is_a_failure_and_time_grows_with_bytes(hasty: Rig) -> No
     await hasty.fails(hasty.guarded.read(KEYS), StoreTimeout)
     await hasty.fails(hasty.guarded.read(KEYS), StoreTimeout)
     assert hasty.guarded.state is OPEN
+
+
+async def test_a_pause_of_this_process_is_not_the_stores_fault(hasty: Rig) -> None:
+    hasty.store.gate = asyncio.Event()
+    call = asyncio.create_task(hasty.guarded.count_leading(KEYS))
+    await asyncio.sleep(0)
+    asyncio.get_running_loop().call_later(0.02, hasty.store.gate.set)  # the answer; the limit is 0.05 s
+    time.sleep(0.2)  # noqa: ASYNC251
+    assert await call == 1
+    assert hasty.guarded.state is CLOSED
 
 
 async def test_bounded_concurrency(rig: Rig) -> None:
