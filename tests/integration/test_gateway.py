@@ -376,8 +376,13 @@ def test_a_replica_may_die_and_comes_back_warm(fleet: Fleet):
             usage = client.complete(token_ids=token_ids, max_tokens=1).usage
             num_from_redis += usage.cached_tokens_by_tier.remote > 0
             num_pages += len(token_ids) // PAGE
-    assert num_from_redis > 0  # so small a model often computes quicker than Redis answers; but all of it is there:
-    assert fleet.one.value("tier_missed_pages_total", tier="remote", reason="absent") == 0
+    # so small a model often computes quicker than Redis answers; but all of it is there
+    missed = {
+        reason: fleet.one.value("tier_missed_pages_total", tier="remote", reason=reason)
+        for reason in ("slower", "abandoned", "absent")
+    }
+    assert num_from_redis + missed["slower"] + missed["abandoned"] > 0
+    assert missed["absent"] == 0
     # the gateway comes with the cursor of the life before, is refused, and takes a snapshot; it tries every 5 s at most
     until(lambda: fleet.gateway.num_indexed(fleet.one.address) == num_pages, "it knows what is there now")
     assert share_of_continuations(fleet, fleet.one, prompts, fleet.client) >= 0.95

@@ -65,7 +65,8 @@ async def test_a_drain_turns_away_what_is_new_and_finishes_what_runs():
     async with wire_server() as server, AsyncClient(server.target) as client:
         alone = await client.complete(max_tokens=200, **LONG)
         streams = [client.generate(max_tokens=200, cache_salt=str(index), **LONG) for index in range(3)]
-        started = [await anext(stream) for stream in streams]
+        with server.slowed(0.02):  # none has ended when the last one has begun
+            started = [await anext(stream) for stream in streams]
         with server.held():
             server.stopping.set()
             await wait_for_health(server, NOT_SERVING)
@@ -81,8 +82,8 @@ async def test_a_drain_turns_away_what_is_new_and_finishes_what_runs():
 async def test_streams_longer_than_the_grace_period_end_as_unavailable():
     async with wire_server(grace_s=0.2) as server, AsyncClient(server.target) as client:
         stream = client.generate(max_tokens=1900, **LONG)
-        await anext(stream)
-        with server.held():
+        with server.held(num_steps=1):
+            await anext(stream)
             server.stopping.set()
             started_at = time.monotonic()
             with pytest.raises(RequestFailed) as caught:
