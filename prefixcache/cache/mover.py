@@ -232,7 +232,8 @@ class TierMover:
         runs = [TierRun(run.tier, max(run.start, start), run.end) for run in search.runs or [] if run.end > start]
         if not runs:
             return None
-        end = runs[-1].end
+        # what the device had at the search it may have given up since: that is computed, while the rest is loaded
+        start, end = runs[0].start, runs[-1].end
         num_bytes = {run.tier: (run.end - run.start) * self._page_bytes for run in runs}
         expected_s = sum(self._by_tier[tier].estimate.seconds(count) for tier, count in num_bytes.items())
         latency_s = max(self._by_tier[run.tier].estimate.latency_s for run in runs)

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from prefixcache.cache import mover
+from prefixcache.cache.prefix_cache import PrefixCache
 from prefixcache.kv.layout import PAGE_SIZE
 from prefixcache.request import Tier
 from tests.equivalence.conftest import StoreSettings
@@ -136,6 +137,26 @@ def test_one_page_that_waits_to_be_written_keeps_a_long_path_only_until_the_room
         for stream in streams:
             assert_exact(stream, oracle(FAMILY))
         assert service.not_saved(Tier.REMOTE, "device_full") > 0
+
+
+def test_pages_that_leave_the_device_while_a_prompt_waits(store: StoreSettings) -> None:
+    """The stores were asked only for what the device did not have then: what it has given up since is computed."""
+    tier, settings = store
+    prompts = Prompts(555)
+    prompt, num_known = prompts.tokens(LENGTH), 5 * PAGE_SIZE
+    with TieredService(FAMILY, **settings) as service:
+        service.run_one(greedy(prompt, 1))
+    with TieredService(FAMILY, max_num_seqs=1, **settings) as service:
+        service.run_one(greedy(prompt[:num_known], 1))
+        with service.running() as engine:
+            submit(engine, greedy(prompts.tokens(5), 200, use_cache=False))
+            stream = submit(engine, greedy(prompt, 8))  # its search begins, and then it waits
+            flushed = engine.call(PrefixCache.flush)
+        assert flushed.result().num_device_pages >= num_known // PAGE_SIZE
+        again = service.run_one(greedy(prompt, 8))
+    assert cached_by_tier(stream) == {tier: whole_pages(LENGTH) - num_known}
+    for each in (stream, again):
+        assert_exact(each, oracle(FAMILY))
 
 
 def test_the_engine_ends_while_loading(server: RedisServer) -> None:
