@@ -256,16 +256,17 @@ class TierMover:
         """
         if load.is_done:
             return None
+        low = load.low  # looked at once: the store thread may lower it meanwhile
+        start = max(num_computed_tokens // self._page_size, load.start)
+        if num_computed_tokens // self._page_size >= low:
+            return None
         total = (load.end - load.start) * self._page_bytes
-        loaded = (load.end - load.low) * self._page_bytes
+        loaded = (load.end - low) * self._page_bytes
         slowest = max((self._by_tier[run.tier].estimate for run in load.runs), key=lambda e: e.seconds_per_byte)
         left_s = remaining_seconds(slowest, total, loaded, time.monotonic() - load.started_s)
-        start = num_computed_tokens // self._page_size
-        if start >= load.low:
-            return None
-        seconds_per_page = left_s / (load.low - load.start) if load.low > load.start else 0.0
-        meet = meeting_page(self.prefill, start, load.low, self._page_size, seconds_per_page, 0.0)
-        return max(0, meet * self._page_size - num_computed_tokens) if meet > start else 0
+        seconds_per_page = left_s / (low - load.start) if low > load.start else 0.0
+        meet = meeting_page(self.prefill, start, low, self._page_size, seconds_per_page, 0.0)
+        return max(0, meet * self._page_size - num_computed_tokens)
 
     def _first_batch(self, estimate: TransferEstimate) -> int:
         """Start with one page where nothing was measured yet: it soon shows what to ask for next."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from prefixcache.cache.tiers import Load
+from prefixcache.cache.tiers import Load, TierRun
 from prefixcache.request import Namespace, Tier
 from prefixcache.tree.node import token_key
 from tests.equivalence.conftest import StoreSettings
@@ -254,6 +254,30 @@ def test_a_load_that_ends_between_two_looks_at_it(tmp_path: Path, monkeypatch: p
         stream = service.run_one(greedy(prompt, 5))
     assert_exact(stream, oracle(FAMILY))
     assert cached_by_tier(stream) == {Tier.DEVICE: 35, Tier.DISK: 96 - 35}
+
+
+class ArrivesMeanwhile(Load):
+    """A load of which all has come once it was looked at so many times."""
+
+    num_looks = 0
+
+    @property
+    def low(self) -> int:  # type: ignore[override]
+        self.num_looks -= 1
+        return self.start if self.num_looks < 0 else self.end
+
+    @low.setter
+    def low(self, value: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("num_looks", range(6))
+def test_a_load_that_ends_during_one_look_at_it(num_looks: int, tmp_path: Path) -> None:
+    load = ArrivesMeanwhile([TierRun(Tier.DISK, 0, 4)], time.monotonic(), 1.0, {}, low=4, floor=0)
+    load.num_looks = num_looks
+    with TieredService(FAMILY, **disk_settings(tmp_path)) as service:
+        assert service.mover is not None
+        assert not service.mover.computable_tokens(load, 0)
 
 
 def test_what_came_once_is_not_written_where_only_reused_pages_are(store: StoreSettings) -> None:
