@@ -181,6 +181,12 @@ class GuardedStore:
         except asyncio.CancelledError:
             self._ended(operation, started, "cancelled")
             raise
+        except Exception as error:  # nobody foresaw it, but whoever waits for the store must hear of it as of any other
+            logger.exception("unforeseen error of the %s store", self._name)
+            unforeseen = StoreError(f"{self._name} store failed to {operation}: {type(error).__name__}")
+            self._ended(operation, started, unforeseen.kind)
+            self._judge(operation, unforeseen)
+            raise unforeseen from error
         self._breaker.succeeded(operation)
         self._ended(operation, started, "ok", moved_bytes(result))
         return result
@@ -208,8 +214,9 @@ class GuardedStore:
             try:
                 async with time_limit(self._limits.base_s):
                     await self._store.read((PROBE_KEY,))
-            except (StoreError, TimeoutError) as error:
-                self._ended("probe", started, error.kind if isinstance(error, StoreError) else StoreTimeout.kind)
+            except Exception as error:  # whatever it is, the store must be tried again
+                known = StoreTimeout if isinstance(error, TimeoutError) else error
+                self._ended("probe", started, getattr(known, "kind", StoreError.kind))
                 self._breaker.failed("probe", self._clock.now())
             else:
                 self._ended("probe", started, "ok")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import resource
+import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -176,6 +177,22 @@ def test_cut_in_the_middle(num_bytes: int, server: RedisServer, line: Line) -> N
         line.set(cut_after_bytes=None)
         line.cut_all()
         ask(service, prompts[4])
+
+
+@pytest.mark.parametrize("reply", [b"-MOVED\r\n", b":x\r\n"])
+def test_replies_that_no_redis_gives(reply: bytes) -> None:
+    class Peer(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            while self.request.recv(2**16):
+                self.request.sendall(reply)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Peer) as peer:
+        threading.Thread(target=peer.serve_forever).start()
+        with TieredService(FAMILY, redis=f"redis://127.0.0.1:{peer.server_address[1]}") as service:
+            for n in range(3):
+                assert cached_by_tier(ask(service, Prompts(170 + n).tokens(LENGTH))) == {}
+            assert service.missed(Tier.REMOTE, "error") > 0
+        peer.shutdown()
 
 
 # --- room ----------------------------------------------------------------------------------------------------------

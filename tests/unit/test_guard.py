@@ -61,7 +61,7 @@ class StoreOnCommand:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.errors: dict[str, StoreError] = {}
+        self.errors: dict[str, Exception] = {}
         self.gate: asyncio.Event | None = None
         self.num_inside = 0
         self.max_inside = 0
@@ -218,6 +218,17 @@ async def test_a_try_that_is_never_answered_fails_too(hasty: Rig) -> None:
 async def test_a_refusal_opens_at_once(rig: Rig) -> None:
     await rig.fail_reads(1, StoreAuth("wrong password"))
     assert rig.guarded.state is OPEN
+
+
+async def test_an_error_that_nobody_foresaw_is_a_failure_of_the_store(rig: Rig) -> None:
+    rig.store.errors = {"count_leading": ValueError("no such reply"), "read": KeyError("neither")}
+    await rig.fails(rig.guarded.count_leading(KEYS), StoreError)
+    assert rig.guarded.state is OPEN
+    await rig.clock.move(0.5)  # the try fails in such a way, too, and is not the last one
+    assert rig.guarded.state is OPEN
+    rig.store.errors.clear()
+    await rig.clock.move(30.0)
+    assert rig.guarded.state is CLOSED
 
 
 async def test_too_slow_is_a_failure_and_time_grows_with_bytes(hasty: Rig) -> None:
