@@ -74,7 +74,10 @@ class Storage:
         if not self.mover.flush(FLUSH_S):
             _log.warning("not everything could be written to the stores within %g s", FLUSH_S)
         for tier in self._stores:
-            self._worker.run(tier.store.close()).result(STOP_S)
+            try:
+                self._worker.run(tier.store.close()).result(STOP_S)
+            except Exception as error:  # the others are closed all the same
+                _log.warning("the %s store could not be closed: %r", tier.tier.value, error)
         self._worker.stop(STOP_S)
 
 

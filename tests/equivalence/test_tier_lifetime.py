@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+from prefixcache import storage
 from prefixcache.cache import mover
 from prefixcache.cache.prefix_cache import PrefixCache
 from prefixcache.kv.layout import PAGE_SIZE
 from prefixcache.request import Tier
+from prefixcache.store.base import StoreClosed
 from tests.equivalence.conftest import StoreSettings
 from tests.support.checks import assert_exact, oracle
 from tests.support.in_process import greedy, submit
 from tests.support.prompts import Prompts
 from tests.support.proxy_thread import line_to
 from tests.support.redis_server import RedisServer
-from tests.support.tiers import TieredService, cached_by_tier, whole_pages
+from tests.support.tiers import TieredService, cached_by_tier, disk_settings, whole_pages
 
 FAMILY = "llama-gqa"
 LENGTH = 150
@@ -172,6 +176,20 @@ def test_the_engine_ends_while_loading(server: RedisServer) -> None:
         assert stream.error is not None
         started_s = time.monotonic()
     assert time.monotonic() - started_s < 5, "closing the stores hangs"
+    assert not [thread for thread in threading.enumerate() if thread.name == "stores" and thread.is_alive()]
+
+
+def test_a_store_that_cannot_be_closed_keeps_nothing_else_open(
+    server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "STOP_S", 1.0)
+    with TieredService(FAMILY, redis=server.url, **disk_settings(tmp_path)) as service:
+        service.run_one(greedy(Prompts(565).tokens(LENGTH), 1))
+        assert service.mover is not None
+        disk, redis = (tier.store for tier in service.mover._tiers)
+        monkeypatch.setattr(disk, "close", lambda: asyncio.sleep(60))
+    with pytest.raises(StoreClosed):
+        asyncio.run(redis.read([bytes(16)]))
     assert not [thread for thread in threading.enumerate() if thread.name == "stores" and thread.is_alive()]
 
 
