@@ -33,6 +33,21 @@ async def test_a_pause_puts_the_limit_off_and_does_not_lift_it():
             await asyncio.sleep(60)
 
 
+async def test_a_loop_that_is_always_busy_does_not_lift_it():
+    async def work() -> None:
+        while True:
+            time.sleep(0.015)  # noqa: ASYNC251
+            await asyncio.sleep(0)
+
+    working = asyncio.create_task(work())
+    started_s = time.monotonic()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(10), time_limit(0.1):
+            await asyncio.Event().wait()
+    assert time.monotonic() - started_s < 5
+    working.cancel()
+
+
 async def test_each_restart_allows_the_time_anew():
     async with time_limit(0.5) as limit:
         for _ in range(6):
