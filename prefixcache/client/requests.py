@@ -19,9 +19,9 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
-    # A server that is being started is found soon after it listens.
+    # A server that is being started is found soon after it listens. The "min" to these is left alone: it is how long
+    # setting up a connection may take.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.enable_retries", 0),  # whether to try again is the caller's decision
     ("grpc.enable_http_proxy", 0),  # an HTTP proxy of the environment is not meant for this

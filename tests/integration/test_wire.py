@@ -20,6 +20,7 @@ from prefixcache._pb.prefixcache.v1 import inference_pb2_grpc as pb_grpc
 from prefixcache.client import AsyncClient, RequestFailed
 from tests.support.models import VOCAB_SIZE, tiny_model
 from tests.support.oracle import Oracle
+from tests.support.proxy import proxy
 from tests.support.wire import WireServer, eventually, wire_server
 
 PROMPT = [(7 * index + 3) % VOCAB_SIZE for index in range(40)]
@@ -384,3 +385,11 @@ async def test_pings_every_few_seconds_are_accepted_in_silence(server: WireServe
             await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(watch.read())), 18)
         assert time.monotonic() - started_at >= 18
         watch.cancel()
+
+
+async def test_a_server_that_is_slow_to_greet_is_waited_for(server: WireServer):
+    """A long line, or a busy machine: setting the connection up takes a while, and that is no failure."""
+    async with proxy(server.server.port) as line:
+        line.delay_s = 0.5
+        async with AsyncClient(f"127.0.0.1:{line.port}") as client:
+            assert await client.tokenize("hello")
