@@ -487,9 +487,8 @@ class PrefixCache:
             if missing > self._tree.num_pages - self._tree.num_leased_pages:
                 return None  # asking for more than there is must not empty the cache on the way
             while missing > self._tree.num_pages - self._tree.num_pinned_pages:
-                if (
-                    self._mover is None or not self._mover.give_up_save()
-                ):  # what runs comes before what is to be written
+                # what runs comes before what is to be written
+                if self._mover is None or not self._mover.give_up_save():
                     return None
             for evicted in self._tree.evict(missing):
                 self.num_evicted_pages += len(evicted.pages)
