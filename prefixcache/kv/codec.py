@@ -32,7 +32,7 @@ from typing import NamedTuple
 from xxhash import xxh3_64_digest, xxh3_128_digest
 
 MAGIC = b"pfxcache"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1 could hold pages in the wrong place
 
 _START = struct.Struct("<8sH")
 _FIXED = struct.Struct("<8sHHIQ32s32s16s32s16s")
