@@ -15,6 +15,7 @@ from redis import Redis
 
 from deploy.local.processes import free_port
 from prefixcache.cache import mover
+from prefixcache.kv.codec import FORMAT_VERSION
 from prefixcache.request import Namespace, Tier
 from prefixcache.tree.node import token_key
 from tests.equivalence.conftest import set_guard
@@ -335,7 +336,7 @@ def test_a_value_of_another_version_is_left_alone(server: RedisServer) -> None:
     client = Redis(port=server.port)
     (key,) = _last_keys_of(server, [prompt])
     value = client.get(key)
-    foreign = value[:8] + b"\x02\x00" + value[10:]
+    foreign = value[:8] + (FORMAT_VERSION + 1).to_bytes(2, "little") + value[10:]
     client.set(key, foreign)
     with TieredService(FAMILY, redis=server.url) as service:
         ask(service, prompt)
