@@ -16,6 +16,7 @@ from prefixcache.local_server import LocalServer
 from tests.support.models import VOCAB_SIZE, slow_server_flags
 
 NUM_TOKENS = 320
+TURNED_LIMIT_S = 0.2
 PROMPTS = [random.Random(seed).choices(range(3, VOCAB_SIZE), k=NUM_TOKENS) for seed in range(3)]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -26,8 +27,8 @@ def server(model_folder: Path, disk: Path) -> LocalServer:
     return LocalServer(*slow_server_flags(model_folder, 4096), "--disk", str(disk), "--disk-size", "64MiB")
 
 
-def drained_while_three_streams_run(running: LocalServer) -> list[list[int]]:
-    """Sends SIGTERM in mid-stream, holds the server to what it promises, and returns the streams' tokens."""
+def drained_while_three_streams_run(running: LocalServer) -> tuple[list[list[int]], float]:
+    """Sends SIGTERM in mid-stream; returns the streams' tokens, and how long health took to turn."""
     with Client(running.address) as client, grpc.insecure_channel(running.address) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         assert next(watch).status == SERVING
@@ -36,13 +37,13 @@ def drained_while_three_streams_run(running: LocalServer) -> list[list[int]]:
         running.process.send_signal(signal.SIGTERM)
         signalled_at = time.monotonic()
         assert next(watch).status == NOT_SERVING
-        assert time.monotonic() - signalled_at < 2.0
+        turned_s = time.monotonic() - signalled_at
         answers = [
             [token_id for message in (first, *stream) for token_id in message.token_ids]
             for first, stream in zip(started, streams, strict=True)
         ]
     assert running.process.wait(20) == 0
-    return answers
+    return answers, turned_s
 
 
 def files(folder: Path) -> set[Path]:
@@ -52,9 +53,13 @@ def files(folder: Path) -> set[Path]:
 def test_a_drained_server_has_written_everything_and_a_killed_one_leaves_nothing_to_clean(
     slow_model_folder: Path, tmp_path: Path
 ):
-    disk = tmp_path / "disk"
-    with server(slow_model_folder, disk) as first:
-        answers = drained_while_three_streams_run(first)
+    for attempt in range(3):  # a pause of the machine is not the server's
+        disk = tmp_path / f"disk-{attempt}"
+        with server(slow_model_folder, disk) as first:
+            answers, turned_s = drained_while_three_streams_run(first)
+        if turned_s < TURNED_LIMIT_S:
+            break
+    assert turned_s < TURNED_LIMIT_S
     assert [len(answer) for answer in answers] == [100] * 3
     left_by_a_drain = files(disk)
 

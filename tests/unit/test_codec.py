@@ -36,7 +36,7 @@ def test_the_header_is_the_documented_one() -> None:
     payload = PAGE.payload(CODEC)
     header = (
         b"pfxcache"
-        + struct.pack("<HHIQ", FORMAT_VERSION, 152 + 4 * PAGE_SIZE + 8, PAGE_SIZE, PAYLOAD_BYTES)
+        + struct.pack("<HHIQ", 2, 152 + 4 * PAGE_SIZE + 8, PAGE_SIZE, PAYLOAD_BYTES)
         + FINGERPRINT
         + identity.namespace_digest
         + identity.key
