@@ -7,7 +7,7 @@ import logging
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from prefixcache.store.redis_url import parse_redis_url
 from tests.contract.conftest import NewKeys
 from tests.support.proxy import Proxy, proxy
 from tests.support.redis_server import RedisServer, redis_server
+from tests.support.wire import eventually
 
 CLOSED, OPEN = BreakerState.CLOSED, BreakerState.OPEN
 LIMITS = GuardLimits(
@@ -64,13 +65,7 @@ class Guarded:
         return [each.outcome for each in self.events if isinstance(each, CallEnded) and each.operation == operation]
 
     async def until_used(self) -> None:
-        await until(lambda: self.store.state is CLOSED)
-
-
-async def until(is_true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not is_true():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+        await eventually(lambda: self.store.state is CLOSED)
 
 
 @asynccontextmanager
@@ -140,14 +135,14 @@ async def test_killed_under_load_and_restarted(
                     slowest = max(slowest, time.perf_counter() - started)
 
             asking = [asyncio.create_task(ask()) for _ in range(4)]
-            await until(lambda: num_right > 20)
+            await eventually(lambda: num_right > 20)
             await asyncio.to_thread(server.kill)
-            await until(lambda: it.store.state is not CLOSED)
+            await eventually(lambda: it.store.state is not CLOSED)
             before = num_right
             await asyncio.to_thread(server.start)
             await it.until_used()
             await fill(server, keys)
-            await until(lambda: num_right > before + 20)
+            await eventually(lambda: num_right > before + 20)
             running = False
             await asyncio.gather(*asking)
             assert await it.store.read(keys) == [value_of(key) for key in keys]
@@ -174,7 +169,7 @@ async def test_accepting_but_never_answering(server: RedisServer, line: Proxy, n
             await it.store.read(keys)
         await asyncio.sleep(1.2)
         assert len(it.outcomes("probe")) <= 4  # growing waits, no storm
-        await until(lambda: "timeout" in it.outcomes("probe"))
+        await eventually(lambda: "timeout" in it.outcomes("probe"))
         line.is_black_hole = False
         await it.until_used()
         assert await it.plain.read(keys) == [value_of(key) for key in keys]
@@ -233,7 +228,7 @@ async def test_connections_that_died_while_idle_cost_nothing(
         for _ in range(3):
             assert await it.store.read(keys) == [value_of(key) for key in keys]
             line.cut_all()
-            await until(lambda: line.num_open == 0)
+            await eventually(lambda: line.num_open == 0)
             await asyncio.sleep(0.02)  # and the client has seen it
         assert set(it.outcomes("read")) == {"ok"}
 
@@ -278,7 +273,7 @@ async def test_no_reader_ever_gets_the_answer_to_another(
             assert await it.plain.read([key]) == [value_of(key)]
         answers = await asyncio.gather(*(it.plain.read([key]) for key in keys))
         assert answers == [[value_of(key)] for key in keys]
-        await until(lambda: line.num_open <= RedisLimits().max_connections)
+        await eventually(lambda: line.num_open <= RedisLimits().max_connections)
 
 
 async def test_a_late_answer_reaches_nobody(server: RedisServer, line: Proxy, new_keys: NewKeys) -> None:  # E8

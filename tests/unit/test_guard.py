@@ -22,6 +22,7 @@ from prefixcache.store.base import (
 )
 from prefixcache.store.breaker import BreakerState
 from prefixcache.store.guard import CallEnded, Event, GuardedStore, GuardLimits, StateChanged
+from tests.support.wire import eventually
 
 CLOSED, OPEN, HALF_OPEN = BreakerState.CLOSED, BreakerState.OPEN, BreakerState.HALF_OPEN
 KEYS = [b"k" * 16]
@@ -208,9 +209,7 @@ async def test_a_try_that_is_never_answered_fails_too(hasty: Rig) -> None:
     await settle()
     hasty.store.gate = asyncio.Event()
     await hasty.clock.move(1.0)
-    async with asyncio.timeout(10):
-        while hasty.guarded.state is not OPEN:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await eventually(lambda: hasty.guarded.state is OPEN)
     assert hasty.states[-2:] == [("store", HALF_OPEN), ("store", OPEN)]
     assert hasty.outcomes("probe") == ["timeout"]
 
