@@ -336,9 +336,11 @@ def test_a_flush_is_a_new_beginning(fleet: Fleet):
 def test_a_gateway_that_joins_late_learns_what_is_there(fleet: Fleet, tmp_path: Path):
     prompts = [text(4000 + index) for index in range(10)]
     put_into(fleet.other, prompts)
+    started_s = time.monotonic()
     with gateway(tmp_path, [replica.address for replica in fleet.replicas]) as late:
         wait_for_events(late, fleet.other, 1)
         assert share_of_continuations(fleet, fleet.other, prompts, connect(late)) >= 0.95
+        assert time.monotonic() - started_s < 15
 
 
 def test_a_gateway_that_did_not_listen_for_a_while_catches_up(fleet: Fleet):
@@ -348,9 +350,11 @@ def test_a_gateway_that_did_not_listen_for_a_while_catches_up(fleet: Fleet):
         put_into(fleet.one, prompts)
     finally:
         fleet.gateway.process.send_signal(signal.SIGCONT)
+    resumed_s = time.monotonic()
     # others each time: at first the gateway may still be reading
     tries = [prompts[start : start + 10] for start in (30, 20, 10, 0)]
     assert any(share_of_continuations(fleet, fleet.one, each, fleet.client) >= 0.95 for each in tries)
+    assert time.monotonic() - resumed_s < 5
 
 
 def test_a_replica_may_die_and_comes_back_warm(fleet: Fleet):
@@ -369,6 +373,7 @@ def test_a_replica_may_die_and_comes_back_warm(fleet: Fleet):
 
     fleet.one.start()
     fleet.one.wait()
+    back_s = time.monotonic()
     num_from_redis = num_pages = 0
     with Client(fleet.one.address) as client:
         for prompt in prompts:
@@ -384,5 +389,6 @@ def test_a_replica_may_die_and_comes_back_warm(fleet: Fleet):
     assert num_from_redis + missed["slower"] + missed["abandoned"] > 0
     assert missed["absent"] == 0
     # the gateway comes with the cursor of the life before, is refused, and takes a snapshot; it tries every 5 s at most
-    until(lambda: fleet.gateway.num_indexed(fleet.one.address) == num_pages, "it knows what is there now")
+    until(lambda: fleet.gateway.num_indexed(fleet.one.address) == num_pages, "it knows what is there now", 5.5)
     assert share_of_continuations(fleet, fleet.one, prompts, fleet.client) >= 0.95
+    assert time.monotonic() - back_s < 8
